@@ -1,0 +1,1 @@
+"""dsec: self-hosted elastic sandboxes for AI agents."""
