@@ -1,0 +1,1 @@
+"""Wire types and the error tree, shared by SDK, apiserver and edge."""
