@@ -114,7 +114,7 @@ class CreateBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     """`count` sandboxes alike. `on_shortage`: "wait" for room (until `sandbox.timeout`) or "fail"."""
 
     count: int
-    sandbox: CreateSandbox = CreateSandbox()
+    sandbox: CreateSandbox = msgspec.field(default_factory=CreateSandbox)
     on_shortage: str = "wait"
 
 
