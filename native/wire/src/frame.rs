@@ -123,8 +123,24 @@ mod tests {
         put(&mut packet, 7, DATA | FIN, b"");
         let got: Vec<_> = Frames::new(&packet).map(|f| f.unwrap()).collect();
         assert_eq!(got.len(), 2);
-        assert_eq!(got[0], Frame { stream: 1, kind: OPEN, fin: false, payload: b"abc" });
-        assert_eq!(got[1], Frame { stream: 7, kind: DATA, fin: true, payload: b"" });
+        assert_eq!(
+            got[0],
+            Frame {
+                stream: 1,
+                kind: OPEN,
+                fin: false,
+                payload: b"abc"
+            }
+        );
+        assert_eq!(
+            got[1],
+            Frame {
+                stream: 7,
+                kind: DATA,
+                fin: true,
+                payload: b""
+            }
+        );
     }
 
     #[test]
@@ -138,7 +154,10 @@ mod tests {
         let mut packet = Vec::new();
         put(&mut packet, 1, MSG, b"abcdef");
         for cut in 1..packet.len() {
-            assert_eq!(Frames::new(&packet[..cut]).next(), Some(Err(FrameError::Truncated)));
+            assert_eq!(
+                Frames::new(&packet[..cut]).next(),
+                Some(Err(FrameError::Truncated))
+            );
         }
     }
 

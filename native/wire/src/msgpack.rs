@@ -37,7 +37,10 @@ pub enum Value<'a> {
 impl<'a> Value<'a> {
     /// Decodes exactly one document.
     pub fn decode(bytes: &'a [u8]) -> Result<Value<'a>, DecodeError> {
-        let mut reader = Reader { rest: bytes, items: 0 };
+        let mut reader = Reader {
+            rest: bytes,
+            items: 0,
+        };
         let value = reader.value(0)?;
         if reader.rest.is_empty() {
             Ok(value)
@@ -49,7 +52,10 @@ impl<'a> Value<'a> {
     /// The value of a text key in a map; nil counts as absent.
     pub fn get(&self, key: &str) -> Option<&Value<'a>> {
         let Value::Map(pairs) = self else { return None };
-        let found = pairs.iter().find(|(k, _)| k.as_str() == Some(key)).map(|(_, v)| v)?;
+        let found = pairs
+            .iter()
+            .find(|(k, _)| k.as_str() == Some(key))
+            .map(|(_, v)| v)?;
         (!matches!(found, Value::Nil)).then_some(found)
     }
 
@@ -122,12 +128,17 @@ impl<'a> Reader<'a> {
     }
 
     fn be(&mut self, n: usize) -> Result<u64, DecodeError> {
-        Ok(self.take(n)?.iter().fold(0, |acc, b| acc << 8 | u64::from(*b)))
+        Ok(self
+            .take(n)?
+            .iter()
+            .fold(0, |acc, b| acc << 8 | u64::from(*b)))
     }
 
     fn text(&mut self, n: usize) -> Result<Value<'a>, DecodeError> {
         let bytes = self.take(n)?;
-        core::str::from_utf8(bytes).map(Value::Str).map_err(|_| DecodeError::BadUtf8)
+        core::str::from_utf8(bytes)
+            .map(Value::Str)
+            .map_err(|_| DecodeError::BadUtf8)
     }
 
     fn array(&mut self, n: usize, depth: u32) -> Result<Value<'a>, DecodeError> {
@@ -244,7 +255,11 @@ impl Encoder {
     }
 
     pub fn str(&mut self, s: &str) -> &mut Self {
-        self.sized(s.len(), Some((0xa0, 32)), [Some(0xd9), Some(0xda), Some(0xdb)]);
+        self.sized(
+            s.len(),
+            Some((0xa0, 32)),
+            [Some(0xd9), Some(0xda), Some(0xdb)],
+        );
         self.out.extend_from_slice(s.as_bytes());
         self
     }

@@ -1,0 +1,3 @@
+//! Files: each operation in a forked child that has the asked user's identity.
+
+pub mod relay;

@@ -1,0 +1,53 @@
+//! Kernel constants that are the same on every architecture we care for (x86-64, aarch64).
+#![allow(missing_docs)]
+
+pub const AT_FDCWD: i32 = -100;
+pub const AT_SYMLINK_NOFOLLOW: u32 = 0x100;
+pub const AT_REMOVEDIR: u32 = 0x200;
+pub const AT_EACCESS: u32 = 0x200;
+pub const AT_EMPTY_PATH: u32 = 0x1000;
+pub const O_RDONLY: u32 = 0;
+pub const O_WRONLY: u32 = 1;
+pub const O_RDWR: u32 = 2;
+pub const O_CREAT: u32 = 0o100;
+pub const O_EXCL: u32 = 0o200;
+pub const O_NOCTTY: u32 = 0o400;
+pub const O_TRUNC: u32 = 0o1000;
+pub const O_APPEND: u32 = 0o2000;
+pub const O_NONBLOCK: u32 = 0o4000;
+pub const O_CLOEXEC: u32 = 0o2000000;
+pub const O_PATH: u32 = 0o10000000;
+// These two differ on aarch64 (0o40000 and 0o100000).
+#[cfg(target_arch = "x86_64")]
+pub const O_DIRECTORY: u32 = 0o200000;
+#[cfg(target_arch = "x86_64")]
+pub const O_NOFOLLOW: u32 = 0o400000;
+pub const RESOLVE_NO_MAGICLINKS: u64 = 0x02;
+pub const RESOLVE_NO_SYMLINKS: u64 = 0x04;
+pub const RESOLVE_BENEATH: u64 = 0x08;
+pub const RESOLVE_IN_ROOT: u64 = 0x10;
+pub const RENAME_NOREPLACE: u32 = 1;
+pub const S_IFMT: u32 = 0o170000;
+pub const S_IFSOCK: u32 = 0o140000;
+pub const S_IFLNK: u32 = 0o120000;
+pub const S_IFREG: u32 = 0o100000;
+pub const S_IFBLK: u32 = 0o060000;
+pub const S_IFDIR: u32 = 0o040000;
+pub const S_IFCHR: u32 = 0o020000;
+pub const S_IFIFO: u32 = 0o010000;
+pub const EPOLLIN: u32 = 1;
+pub const EPOLLPRI: u32 = 2;
+pub const EPOLLOUT: u32 = 4;
+pub const EPOLLERR: u32 = 8;
+pub const EPOLLHUP: u32 = 16;
+pub const EPOLLET: u32 = 1 << 31;
+pub const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+pub const CLONE_NEWUSER: usize = 0x1000_0000;
+pub const SIGKILL: u32 = 9;
+pub const SIGCHLD: u32 = 17;
+pub const SEEK_SET: u32 = 0;
+pub const SEEK_DATA: u32 = 3;
+pub const SEEK_HOLE: u32 = 4;
+pub const RLIMIT_NOFILE: u32 = 7;
+pub const CLOCK_REALTIME: u32 = 0;
+pub const CLOCK_MONOTONIC: u32 = 1;
