@@ -67,17 +67,49 @@ def main() -> int:
 
 
 def allowed(expression: str) -> bool:
-    """Whether a choice that an SPDX expression (or an old spelling) offers is on the list."""
-    text = expression.strip()
-    if SPELLINGS.get(text.lower(), text) in ALLOWED:
+    """Whether an SPDX expression (or an old spelling) can be met with licences on the list."""
+    text = known(expression.strip())
+    if text in ALLOWED:
         return True
-    text = text.strip("()") if text.count("(") <= 1 else text
-    # "/" is how old Rust crates wrote OR. AND binds closer than OR.
-    choices = re.split(r"\s+OR\s+|\s*/\s*", text)
-    if len(choices) > 1:
-        return any(allowed(choice) for choice in choices)
-    parts = re.split(r"\s+AND\s+", text)
-    return len(parts) > 1 and all(allowed(part) for part in parts)
+    # "/" is how old Rust crates wrote OR.
+    words = [known(word.strip()) for word in re.split(r"(\(|\)|\bAND\b|\bOR\b|/)", text) if word.strip()]
+    try:
+        verdict = either(words)
+    except IndexError:
+        return False
+    return verdict and not words
+
+
+def known(text: str) -> str:
+    """Return the SPDX name of an old spelling, anything else as it is."""
+    return SPELLINGS.get(text.lower(), text)
+
+
+def either(words: list[str]) -> bool:
+    """Judge alternatives and take their words from the front of the list."""
+    verdict = both(words)
+    while words and words[0] in ("OR", "/"):
+        words.pop(0)
+        verdict = both(words) or verdict
+    return verdict
+
+
+def both(words: list[str]) -> bool:
+    """Judge what applies together, which binds closer than OR, and take its words."""
+    verdict = single(words)
+    while words and words[0] == "AND":
+        words.pop(0)
+        verdict = single(words) and verdict
+    return verdict
+
+
+def single(words: list[str]) -> bool:
+    """Judge one licence or a bracket and take its words."""
+    word = words.pop(0)
+    if word != "(":
+        return word in ALLOWED
+    verdict = either(words)
+    return words.pop(0) == ")" and verdict
 
 
 def python_licences() -> Iterator[tuple[str, str]]:
@@ -88,9 +120,9 @@ def python_licences() -> Iterator[tuple[str, str]]:
         if name in NOT_OURS:
             continue
         classifiers = [
-            value.rsplit(" :: ", 1)[-1]
+            known(value.rsplit(" :: ", 1)[-1])
             for value in metadata.get_all("Classifier") or []
-            if value.startswith("License :: ") and value != "License :: OSI Approved"
+            if value.startswith("License :: ") and value not in ("License :: OSI Approved", "License :: DFSG approved")
         ]
         expression, text = ((metadata.get_all(field) or [""])[0] for field in ("License-Expression", "License"))
         stated = expression or " AND ".join(classifiers) or text.partition("\n")[0]
