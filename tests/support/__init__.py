@@ -1,0 +1,1 @@
+"""What the tests share: private daemons, the census of kernel objects, deadlines, raw HTTP."""
