@@ -1,4 +1,6 @@
-"""Carries calls over HTTP: one aiohttp session, retries over a server's restart, deadlines, errors as exceptions.
+"""Carries calls over HTTP: retries over a server's restart, deadlines, errors as exceptions.
+
+Short calls go through `_http`; streams, WebSockets, large bodies and TLS through aiohttp, which is imported when it is first needed.
 
 The rule: a call that may have reached the server and is not repeatable is never sent again; its outcome is unknown.
 """
@@ -8,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
-
-import aiohttp
-from yarl import URL
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsec.api.errors import ConnectionFailed, DeadlineExceeded, DsecError, OutcomeUnknown
 from dsec.sdk import _calls
 from dsec.sdk._calls import Call
 from dsec.sdk._endpoint import Endpoint
+from dsec.sdk._http import MAX_CONNECTIONS, LostError, NotConnectedError, Pool
+
+if TYPE_CHECKING:
+    import aiohttp
+    from yarl import URL
 
 T = TypeVar("T")
 
@@ -26,15 +31,25 @@ RECONNECT_S = 30.0
 """How long a call looks for a server that was there before: a daemon's restart takes a few seconds."""
 CONNECT_TRIES = 3
 """Tries at a server that never answered: its socket may appear a moment after its process."""
-MAX_CONNECTIONS = 2048
-"""Connections of one client; further calls wait. Each running `run` and each followed stream holds one."""
 CLEANUP_S = 10.0
 """Time for what a cancelled call has to undo."""
 CHUNK_BYTES = 256 * 1024
 _LARGE_BYTES = 1 << 20
 
-_NOT_SENT = (aiohttp.ClientConnectorError, FileNotFoundError, ConnectionRefusedError)
-_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError)
+
+def lost_errors(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """What is raised when a connection is not there or breaks, and `more`, for an `except` clause; aiohttp's own only if it was ever imported."""
+    aiohttp = sys.modules.get("aiohttp")
+    ours = (LostError, NotConnectedError, ConnectionResetError, *more)
+    return ours if aiohttp is None else (*ours, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+
+
+def _was_sent(error: BaseException) -> bool:
+    """Whether the request may have reached the server."""
+    aiohttp = sys.modules.get("aiohttp")
+    if isinstance(error, NotConnectedError):
+        return False
+    return aiohttp is None or not isinstance(error, aiohttp.ClientConnectorError)
 
 
 class Transport:
@@ -43,7 +58,8 @@ class Transport:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
-        self._base = URL(endpoint.base)
+        self._pool: Pool | None = None
+        self._headers = {"Authorization": f"Bearer {endpoint.key}", "Accept": _calls.MSGPACK}
         self._prefix = endpoint.base
         self._answered = False
         self._closed = False
@@ -52,8 +68,9 @@ class Transport:
     def session(self) -> aiohttp.ClientSession:
         """The session, made at its first use, because it belongs to the running loop."""
         if self._session is None:
-            if self._closed:
-                raise ConnectionFailed("this client is closed")
+            import aiohttp
+
+            self._check_open()
             socket = self.endpoint.socket
             connector: aiohttp.BaseConnector = (
                 aiohttp.UnixConnector(path=socket, limit=MAX_CONNECTIONS)
@@ -62,7 +79,7 @@ class Transport:
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
-                headers={"Authorization": f"Bearer {self.endpoint.key}", "Accept": _calls.MSGPACK},
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -72,11 +89,25 @@ class Transport:
             )
         return self._session
 
+    @property
+    def _is_plain(self) -> bool:
+        return not self._prefix.startswith("https")
+
+    def _check_open(self) -> None:
+        # What cancelled calls have to undo goes on while the client closes.
+        if self._closed and not self._cleanups:
+            raise ConnectionFailed("this client is closed")
+
     async def aclose(self) -> None:
         """Finish what cancelled calls left to undo (bounded), then close the connections. Idempotent."""
         self._closed = True
+        for _ in range(2):
+            # An iterator that was left early is closed by a task that has yet to begin: let it register what it undoes.
+            await asyncio.sleep(0)
         if self._cleanups:
             await asyncio.wait(self._cleanups, timeout=CLEANUP_S)
+        if self._pool is not None:
+            self._pool.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -97,9 +128,16 @@ class Transport:
         headers = call.headers
         if call.body is not None and "Content-Type" not in headers and call.decoder is not None:
             headers = {**headers, "Content-Type": _calls.MSGPACK}
-        data: Any = call.body
-        if data is not None and len(data) > _LARGE_BYTES:
-            data = io.BytesIO(data)  # sent piece by piece: one write of it would hold the loop up
+        if self._is_plain and (call.body is None or len(call.body) <= _LARGE_BYTES):
+            if self._pool is None:
+                self._check_open()
+                self._pool = Pool(self._prefix, self.endpoint.socket, self._headers)
+            short = await self._pool.request(call.method, call.target, call.body, headers)
+            if short.status >= 400:
+                raise _calls.error_of(short.status, short.content_type, short.body)
+            return short.body
+        # Sent piece by piece: one write of a large body would hold the loop up.
+        data = None if call.body is None else io.BytesIO(call.body)
         async with self.session().request(call.method, self._url(call.target), data=data, headers=headers) as answer:
             raw = await answer.read()
             if answer.status >= 400:
@@ -107,6 +145,8 @@ class Transport:
         return raw
 
     def _url(self, target: str) -> URL:
+        from yarl import URL
+
         return URL(self._prefix + target, encoded=True)
 
     async def _retrying(self, call: Call[Any], attempt: Callable[[], Awaitable[T]], timeout: float | None) -> T:
@@ -116,7 +156,9 @@ class Transport:
                 while True:
                     try:
                         result = await attempt()
-                    except _LOST as error:
+                    except DsecError:
+                        raise  # an answer; some are OSErrors, too
+                    except lost_errors() as error:
                         await retry.after(error)
                     else:
                         self._answered = True
@@ -162,6 +204,7 @@ class Transport:
 
     async def websocket(self, target: str, *, timeout: float | None = None) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket, retrying the connection as `call` does."""
+        import aiohttp
 
         async def attempt() -> aiohttp.ClientWebSocketResponse:
             try:
@@ -217,9 +260,9 @@ class Retry:
         """Wait until the call should be sent again, or raise what became of it."""
         self._tries += 1
         now = asyncio.get_running_loop().time()
-        if self._give_up_at is None or not isinstance(error, _NOT_SENT):
+        if self._give_up_at is None or _was_sent(error):
             self._give_up_at = now + RECONNECT_S
-        self._sent = self._sent or not isinstance(error, _NOT_SENT)
+        self._sent = self._sent or _was_sent(error)
         if self._sent and not self._call.repeatable:
             raise OutcomeUnknown(
                 f"the connection to {self._transport.endpoint.name} was lost during {self._call.method} "

@@ -8,20 +8,19 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, Self
 
-import aiohttp
-
 from dsec.api import types as t
 from dsec.api.errors import DsecError, InvalidRequest, OutcomeUnknown, from_body
 from dsec.sdk import _calls
 from dsec.sdk._endpoint import resolve
 from dsec.sdk._later import Later, later
 from dsec.sdk._lines import lines
-from dsec.sdk._transport import RECONNECT_S, Transport
+from dsec.sdk._transport import RECONNECT_S, Transport, lost_errors
 from dsec.sdk.collections import AsyncEvents, AsyncImages, AsyncNodes
 from dsec.sdk.results import Page
 from dsec.sdk.sandbox import AsyncSandbox
 
 _BATCH_TRIES = 5
+_MAX_IDS = 32_768
 
 
 class Identified(Protocol):
@@ -173,7 +172,7 @@ class AsyncClient:
                             else:
                                 kept.add(item.sandbox.id)
                                 yield AsyncSandbox(self._transport, item.sandbox)
-                except (aiohttp.ClientError, ConnectionResetError):
+                except lost_errors():
                     pass
                 tries += 1
                 if len(yielded) < batch.count and tries >= _BATCH_TRIES:
@@ -208,16 +207,19 @@ class AsyncClient:
         One that cannot be stopped does not keep the others from it. Cancelled: some may be stopped; stop them again.
         """
         ids = tuple(item if isinstance(item, str) else item.id for item in sandboxes)
-        if not ids and not labels:
-            return []
-        answer = await self._transport.call(_calls.stop_many(t.StopRequest(ids=ids, labels=dict(labels or {}))))
+        requests = [t.StopRequest(ids=ids[start : start + _MAX_IDS]) for start in range(0, len(ids), _MAX_IDS)]
+        if labels:
+            requests.append(t.StopRequest(labels=dict(labels)))
+        items: builtins.list[t.StopItem] = []
+        for request in requests:
+            items += (await self._transport.call(_calls.stop_many(request))).results
         return [
             Stopped(
                 item.id,
                 None if item.state is None else str(item.state),
                 None if item.error is None else from_body(item.error),
             )
-            for item in answer.results
+            for item in items
         ]
 
     async def get(self, sandbox_id: str) -> AsyncSandbox:

@@ -7,11 +7,10 @@ import builtins
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-import aiohttp
-
 from dsec.api import types as t
 from dsec.sdk import _calls
 from dsec.sdk._lines import lines
+from dsec.sdk._transport import lost_errors
 
 if TYPE_CHECKING:
     from dsec.sdk._transport import Transport
@@ -79,6 +78,6 @@ class AsyncEvents:
                         event = _calls.event(line)
                         since = event.seq
                         yield event
-            except (aiohttp.ClientError, ConnectionResetError):
+            except lost_errors():
                 pass
             await asyncio.sleep(0.1)  # the stream ended: the server restarts

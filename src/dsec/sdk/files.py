@@ -16,18 +16,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
-
-import aiohttp
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from dsec.api.errors import ConnectionFailed, FileIsDirectory, OutcomeUnknown
 from dsec.sdk import _archives, _calls
 from dsec.sdk._later import later
-from dsec.sdk._transport import CHUNK_BYTES, Transport
+from dsec.sdk._transport import CHUNK_BYTES, Transport, lost_errors
 from dsec.sdk.results import FileEntry, file_entry
 
+if TYPE_CHECKING:
+    import aiohttp
+
 T = TypeVar("T")
-_LOST = (aiohttp.ClientError, ConnectionResetError)
 LocalPath = str | os.PathLike[str]
 
 
@@ -142,7 +142,7 @@ class AsyncFiles:
             try:
                 async with self._transport.stream(call, data=_pieces(source, in_thread)) as answer:
                     await answer.read()
-            except _LOST as error:
+            except lost_errors() as error:
                 raise OutcomeUnknown(f"the connection was lost while {path} was sent to {remote}") from error
             finally:
                 await in_thread(source.close)
@@ -158,7 +158,7 @@ class AsyncFiles:
                 async with self._transport.stream(call, data=_pieces(source, in_reader)) as answer:
                     report = _calls.decode(call, await answer.read())
                 skipped = await packing
-            except (*_LOST, OutcomeUnknown) as error:
+            except lost_errors(OutcomeUnknown) as error:
                 source.close()
                 await _settle(packing)  # a folder that could not be read breaks the stream: that is the error to tell
                 raise OutcomeUnknown(f"the connection was lost while {path} was sent to {remote}") from error
@@ -240,7 +240,7 @@ async def _content(answer: aiohttp.ClientResponse, remote: str) -> AsyncIterator
     try:
         async for piece in answer.content.iter_any():
             yield piece
-    except _LOST as error:
+    except lost_errors() as error:
         raise ConnectionFailed(f"the connection was lost while {remote} was read") from error
 
 

@@ -11,7 +11,6 @@ import signal as signals
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
 import msgspec
 
 from dsec.api import types as t
@@ -27,9 +26,12 @@ from dsec.api.errors import (
 )
 from dsec.sdk import _calls
 from dsec.sdk._later import later
+from dsec.sdk._transport import lost_errors
 from dsec.sdk.results import ExecResult, Output, exec_result
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from dsec.sdk._transport import Transport
 
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -236,16 +238,18 @@ class _Lost(Exception):
 
 async def _receive(socket: aiohttp.ClientWebSocketResponse) -> Output | t.ExecResponse | None:
     """The next piece of output, or the result, or None: the process still runs and nothing more is to come."""
+    from aiohttp import WSMsgType
+
     try:
         message = await socket.receive()
-    except (aiohttp.ClientError, OSError) as error:
+    except lost_errors(OSError) as error:
         raise _Lost(str(error)) from error
-    if message.type is aiohttp.WSMsgType.BINARY:
+    if message.type is WSMsgType.BINARY:
         data: bytes = message.data
         return Output(
             _STREAMS.get(data[0], "stdout"), data[_HEADER_BYTES:], int.from_bytes(data[1:_HEADER_BYTES], "little")
         )
-    if message.type is aiohttp.WSMsgType.TEXT:
+    if message.type is WSMsgType.TEXT:
         return _control(json.loads(message.data))
     raise _Lost(f"closed with code {socket.close_code}")
 
@@ -305,7 +309,7 @@ class _Stdin:
     async def _send(self, sending: Any) -> None:
         try:
             await sending
-        except (aiohttp.ClientError, OSError) as error:
+        except lost_errors(OSError) as error:
             raise OutcomeUnknown(f"the connection for stdin of process {self._process_id} was lost") from error
 
     async def detach(self) -> None:

@@ -121,11 +121,7 @@ class AsyncSandbox:
         Cancelled: the command and everything it started are killed; the sandbox lives on.
         """
         inline, streamed = _split_stdin(stdin)
-        limit = (
-            _DEFAULT_OUTPUT_BYTES
-            if output_limit == "10MiB"
-            else t.parse_size(output_limit, name="output_limit")
-        )
+        limit = _DEFAULT_OUTPUT_BYTES if output_limit == "10MiB" else t.parse_size(output_limit, name="output_limit")
         request = _exec_request(
             command, cwd=cwd, env=env, user=user, stdin=inline, timeout=timeout, limit=limit, request_id=request_id
         )
