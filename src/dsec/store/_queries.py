@@ -16,7 +16,12 @@ Row = tuple[Any, ...]
 _SANDBOX = "id,project,principal,edge,epoch,seq,state,job,created_at,ended_at,record,spec"
 _EVENT = "time,type,project,principal,sandbox_id,data"
 _REQUEST = "project,request_id,kind,fingerprint,sandbox_ids,created_at"
-KEY_COLUMNS = "hash,name,project,principal,created_at,expires_at"
+_KEY = "hash,name,project,principal,created_at,expires_at"
+
+# ruff: noqa: S608 - only constants of this module go into the texts; every value is bound
+PUT_KEY = f"INSERT OR REPLACE INTO keys ({_KEY}) VALUES (?,?,?,?,?,?)"
+KEY_BY_HASH = f"SELECT {_KEY} FROM keys WHERE hash = ?"
+KEYS_OF_PROJECT = f"SELECT {_KEY} FROM keys WHERE project = ? ORDER BY name, created_at"
 
 INSERT_SANDBOXES = Insert("sandboxes", _SANDBOX)
 UPSERT_SANDBOXES = Insert(
@@ -100,7 +105,7 @@ def event(row: Row) -> Event:
 
 
 def key_row(row: Row) -> KeyRow:
-    """The key in a row of KEY_COLUMNS."""
+    """The key in a row of the keys' columns."""
     return KeyRow(
         hash=bytes(row[0]), name=row[1], project=row[2], principal=row[3], created_at=row[4], expires_at=row[5]
     )
@@ -159,8 +164,7 @@ def page_query(query: ListQuery) -> tuple[str, list[Any]]:
         where.append(f"({at}, {name}) < (?, ?)")
         values += query.after
     values.append(query.limit)
-    # Only constants of this module go into the text; every value is bound.
-    sql = f"SELECT s.record FROM {source} WHERE {' AND '.join(where)} ORDER BY {at} DESC, {name} DESC LIMIT ?"  # noqa: S608
+    sql = f"SELECT s.record FROM {source} WHERE {' AND '.join(where)} ORDER BY {at} DESC, {name} DESC LIMIT ?"
     return sql, values
 
 
@@ -174,7 +178,7 @@ def events_query(query: EventQuery) -> tuple[str, list[Any]]:
         where.append("type = ?")
         values.append(query.type)
     values.append(query.limit)
-    return f"SELECT seq,{_EVENT} FROM events WHERE {' AND '.join(where)} ORDER BY seq LIMIT ?", values  # noqa: S608
+    return f"SELECT seq,{_EVENT} FROM events WHERE {' AND '.join(where)} ORDER BY seq LIMIT ?", values
 
 
 def prune(connection: sqlite3.Connection, before: float, limit: int) -> int:
@@ -182,11 +186,11 @@ def prune(connection: sqlite3.Connection, before: float, limit: int) -> int:
     old = [row[0] for row in connection.execute("SELECT id FROM sandboxes WHERE ended_at < ? LIMIT ?", (before, limit))]
     names = msgspec.json.encode(old).decode()
     for table, column in (("labels", "sandbox_id"), ("moved", "sandbox_id"), ("sandboxes", "id")):
-        connection.execute(f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))", (names,))  # noqa: S608
+        connection.execute(f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))", (names,))
     deleted = len(old)
     requests = "SELECT rowid FROM requests WHERE created_at < ? LIMIT ?"
-    deleted += connection.execute(f"DELETE FROM requests WHERE rowid IN ({requests})", (before, limit)).rowcount  # noqa: S608
+    deleted += connection.execute(f"DELETE FROM requests WHERE rowid IN ({requests})", (before, limit)).rowcount
     # Events are in the order of their time but for moments, so the oldest by seq are the oldest by time.
     oldest = "SELECT seq FROM (SELECT seq, time FROM events ORDER BY seq LIMIT ?) WHERE time < ?"
-    deleted += connection.execute(f"DELETE FROM events WHERE seq IN ({oldest})", (limit, before)).rowcount  # noqa: S608
+    deleted += connection.execute(f"DELETE FROM events WHERE seq IN ({oldest})", (limit, before)).rowcount
     return deleted

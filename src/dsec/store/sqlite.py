@@ -141,17 +141,16 @@ class SqliteStore(Store):
     async def add_key(self, key: KeyRow) -> None:
         """Keep a key; one with the same hash is replaced."""
         row = (key.hash, key.name, key.project, key.principal, key.created_at, key.expires_at)
-        await self._write(lambda c: c.execute(f"INSERT OR REPLACE INTO keys ({q.KEY_COLUMNS}) VALUES (?,?,?,?,?,?)", row))
+        await self._write(lambda connection: connection.execute(q.PUT_KEY, row))
 
     async def key(self, key_hash: bytes) -> KeyRow | None:
         """The key of that hash, expired or not."""
-        row = await self._row(f"SELECT {q.KEY_COLUMNS} FROM keys WHERE hash = ?", key_hash)
+        row = await self._row(q.KEY_BY_HASH, key_hash)
         return q.key_row(row) if row else None
 
     async def keys(self, project: str) -> list[KeyRow]:
         """All keys of a project, by name."""
-        sql = f"SELECT {q.KEY_COLUMNS} FROM keys WHERE project = ? ORDER BY name, created_at"
-        return [q.key_row(row) for row in await self._rows(sql, (project,))]
+        return [q.key_row(row) for row in await self._rows(q.KEYS_OF_PROJECT, (project,))]
 
     async def remove_key(self, project: str, name: str) -> int:
         """Remove the project's keys of that name; returns how many there were."""

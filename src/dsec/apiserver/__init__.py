@@ -1,0 +1,1 @@
+"""The control plane: an ingress-neutral service, and REST over it."""
