@@ -21,6 +21,7 @@ pub struct Plan<'a> {
     pub new_cgroup_ns: bool,
     pub own_mounts: bool,
     pub overlay: Option<RawFd>,
+    pub parts: &'a [RawFd],
     pub steps: &'a mut [Step],
     pub dev: RawFd,
     pub empty: RawFd,
@@ -46,6 +47,9 @@ pub struct Plan<'a> {
     pub errno: i32,
     pub marks: [u64; MARKS.len()],
 }
+
+/// A directory of the worker's empty root, which the overlay covers.
+pub const HIDDEN: &CStr = c"/parts";
 
 type Step0 = Result<i32, i32>;
 
@@ -130,6 +134,9 @@ fn take_root(p: &mut Plan) -> Step0 {
         return Ok(0);
     };
     p.step = "attach root";
+    for part in p.parts {
+        raw::move_mount(*part, libc::AT_FDCWD, HIDDEN)?;
+    }
     raw::move_mount(overlay, libc::AT_FDCWD, c"/")?;
     // chroot instead of pivot_root, which walks every task on the host. What a second chroot can climb to is this same
     // overlay: it covers the namespace's empty root.

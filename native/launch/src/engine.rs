@@ -412,9 +412,9 @@ impl Worker {
             );
         }
         let agent = engine.slots.agent(slot.index);
-        let (overlay, steps) = match root {
-            Some(root) => (Some(root.overlay.as_raw_fd()), root.steps.as_mut_slice()),
-            None => (None, Default::default()),
+        let (overlay, parts, steps) = match root {
+            Some(root) => (Some(root.overlay.as_raw_fd()), root.parts.as_slice(), root.steps.as_mut_slice()),
+            None => (None, Default::default(), Default::default()),
         };
         let mut plan = Plan {
             net: if spec.ns.net {
@@ -427,6 +427,7 @@ impl Worker {
             new_cgroup_ns: spec.ns.cgroup,
             own_mounts: spec.ns.mnt,
             overlay,
+            parts,
             steps,
             dev: engine.host.dev.as_raw_fd(),
             empty: engine.host.empty.as_raw_fd(),
@@ -629,6 +630,7 @@ fn empty_mount_namespace() -> Result<()> {
     let context = FsContext::open(c"tmpfs")?;
     context.string(c"size", "4k")?;
     let mount = context.mount(0)?;
+    sys::mkdirat(mount.as_fd(), &child::HIDDEN.to_string_lossy()[1..], 0o700)?;
     // Onto /proc, which every host has; pivot_root then makes it the only mount.
     if let Err(errno) = raw::move_mount(mount.as_raw_fd(), libc::AT_FDCWD, c"/proc") {
         return Err(Error::os(

@@ -82,6 +82,9 @@ pub enum Step {
 
 pub struct Root {
     pub overlay: OwnedFd,
+    /// What the overlay is made of. The child attaches it below the overlay, out of everyone's sight: closing a detached
+    /// mount waits for an RCU grace period each, while a namespace's end waits once for all of its mounts.
+    pub parts: Vec<RawFd>,
     pub steps: Vec<Step>,
     _held: Vec<OwnedFd>,
 }
@@ -109,10 +112,18 @@ pub fn compose(
         .map(|layer| lower(layer, userns))
         .collect::<Result<Vec<_>>>()?;
     let overlay = overlay(&store, &lowers, userns.map(|_| base))?;
+    let mut held = if userns.is_some() {
+        lowers
+    } else {
+        Vec::new()
+    };
+    held.push(store.mount);
+    let parts = held.iter().map(AsRawFd::as_raw_fd).collect();
     let mut root = Root {
         overlay,
+        parts,
         steps: Vec::with_capacity(spec.mounts.len()),
-        _held: Vec::new(),
+        _held: held,
     };
     for mount in &spec.mounts {
         root.add(host, mount, userns, base)?;

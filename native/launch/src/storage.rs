@@ -14,8 +14,6 @@ use crate::sys::{self, FsContext};
 pub struct Store {
     pub mount: OwnedFd,
     pub volatile: bool,
-    /// Keeps the loop device until the mount holds it.
-    _device: Option<OwnedFd>,
 }
 
 /// Makes the upper with the given files in it, then maps its owners into the sandbox. After that a host process could not
@@ -84,7 +82,6 @@ fn make_tmpfs(bytes: u64, inodes: u64) -> Result<Store> {
     Ok(Store {
         mount: context.mount(0)?,
         volatile: false,
-        _device: None,
     })
 }
 
@@ -99,7 +96,8 @@ fn make_image(host: &Host, template: &str, dir: &str, bytes: u64, volatile: bool
     let place = sys::open_in_root(host.root.as_fd(), dir, libc::O_RDONLY | libc::O_DIRECTORY)?;
     let image = sys::openat_mode(place.as_fd(), ".", libc::O_TMPFILE | libc::O_RDWR, 0o600)?;
     copy_sparse(source.as_fd(), image.as_fd(), size)?;
-    let (device, name) = attach_loop(host, image.as_fd())?;
+    // The descriptor keeps the device from freeing itself until the mount holds it.
+    let (_device, name) = attach_loop(host, image.as_fd())?;
     let mount = in_host(host, || {
         let context = FsContext::open(c"ext4")?;
         context.string(c"source", &name)?;
@@ -112,7 +110,6 @@ fn make_image(host: &Host, template: &str, dir: &str, bytes: u64, volatile: bool
     Ok(Store {
         mount,
         volatile,
-        _device: Some(device),
     })
 }
 
