@@ -128,7 +128,7 @@ fn prepare(
 /// The OOM killer shall take commands before the agent. `/proc/self` of a process that is not dumpable
 /// belongs to the host's root, hence the moment of dumpability; it is before the namespace is joined,
 /// so nobody in the sandbox can use it.
-fn set_oom_score(around: &Surroundings, adj: i64) {
+pub fn set_oom_score(around: &Surroundings, adj: i64) {
     let Some(proc_dir) = &around.proc_dir else {
         return;
     };

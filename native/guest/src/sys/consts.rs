@@ -5,6 +5,7 @@ pub const AT_FDCWD: i32 = -100;
 pub const AT_SYMLINK_NOFOLLOW: u32 = 0x100;
 pub const AT_REMOVEDIR: u32 = 0x200;
 pub const AT_EACCESS: u32 = 0x200;
+pub const O_TMPFILE: u32 = 0o20000000 | O_DIRECTORY;
 pub const AT_EMPTY_PATH: u32 = 0x1000;
 pub const O_RDONLY: u32 = 0;
 pub const O_WRONLY: u32 = 1;

@@ -158,6 +158,19 @@ pub fn linkat(from: i32, path: &CStr, to: i32, new: &CStr) -> Result<()> {
     .map(drop)
 }
 
+/// Gives an open file without a name one; works without privileges for its opener since Linux 6.10.
+pub fn link_open_file(fd: i32, to: i32, new: &CStr) -> Result<()> {
+    call!(
+        nr::LINKAT,
+        fd,
+        c"".as_ptr(),
+        to as isize,
+        new.as_ptr(),
+        AT_EMPTY_PATH
+    )
+    .map(drop)
+}
+
 pub fn readlinkat(dir: i32, path: &CStr) -> Result<Vec<u8>> {
     let mut buf = Vec::new();
     buf.resize(4096, 0);
