@@ -22,7 +22,7 @@ from dsec.images.rootfs import clean, installed_packages
 # Called with what is being done and the share done so far, 0 to 1.
 Progress = Callable[[str, float], None]
 
-_PACKAGES: Final = ("bash", "coreutils", "python3")
+_PACKAGES: Final = ("bash", "coreutils", "hostname", "login", "mount", "passwd", "python3")
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PACKAGE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 
@@ -45,8 +45,6 @@ _WITHOUT_DOCS: Final = (
     "path-include=/usr/share/locale/locale.alias",
     "path-exclude=/usr/share/lintian/*",
 )
-# Dates in the password files; any fixed day in the past will do.
-_BUILD_EPOCH_S: Final = 1_704_067_200
 
 
 def bootstrap_debian(
@@ -73,7 +71,7 @@ def bootstrap_debian(
     wanted = name or f"debian:{release.version}"
     catalog = Catalog(images_dir)
     report = progress or (lambda _message, _share: None)
-    existing = _existing(catalog, wanted)
+    existing = usable(catalog, wanted)
     if existing is not None and not force:
         report(f"{wanted} is there already", 1.0)
         return existing
@@ -99,7 +97,7 @@ def bootstrap_debian(
     return environment
 
 
-def _existing(catalog: Catalog, name: str) -> Environment | None:
+def usable(catalog: Catalog, name: str) -> Environment | None:
     """Return the environment if it can be used as it is: a record whose layer is gone is made again."""
     try:
         environment = catalog.resolve(name)
@@ -126,12 +124,8 @@ def _run_mmdebstrap(
         *(() if docs else tuple(f"--dpkgopt={option}" for option in _WITHOUT_DOCS)),
         *(codename, str(root), *setup.sources),
     ]
-    environment = {
-        "PATH": _PATH,
-        "LC_ALL": "C.UTF-8",
-        "TMPDIR": str(root.parent),
-        "SOURCE_DATE_EPOCH": str(_BUILD_EPOCH_S),
-    }
+    # SOURCE_DATE_EPOCH stays out: with it Python's modules are compiled to the slower form that hashes its source at every import.
+    environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "TMPDIR": str(root.parent)}
     for variable in ("http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR", "CURL_CA_BUNDLE"):
         if variable in os.environ:
             environment[variable] = os.environ[variable]
@@ -151,6 +145,9 @@ def _run_mmdebstrap(
                     _report_line(line, report)
             except BaseException:
                 process.kill()
+                # The end of the pipe: the last process of the tree is gone, nothing writes to the root any more.
+                if process.stderr is not None:
+                    process.stderr.read()
                 raise
     except FileNotFoundError as error:
         raise ImageError(f"{error.filename} is missing: install mmdebstrap") from error

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -150,12 +151,20 @@ def raise_if_full(directory: Path, what: str) -> None:
 
 
 def _run_mkfs(tree: Path, target: Path, *, compress: bool) -> None:
-    command = ["mkfs.erofs", "--quiet", "-T0", f"-U{_FIXED_UUID}", "--preserve-mtime"]
-    # With -T0 alone every file would be of 1970 and Python would find all its compiled modules stale.
+    # -T would give all files one time, and Python would find all its compiled modules stale, for they record those of their sources. The
+    # reproducible builds' variable sets the build time and only bounds those of files: with the newest one every file keeps its own.
+    try:
+        newest_s = math.ceil(max(path.lstat().st_mtime for path in (tree, *tree.rglob("*"))))
+    except FileNotFoundError as error:
+        raise ImageError(f"{tree} cannot be packed: {error}") from error
+    command = ["mkfs.erofs", "--quiet", f"-U{_FIXED_UUID}"]
     if compress:
         command += ["-zlz4hc"]
     try:
-        done = subprocess.run([*command, str(target), str(tree)], capture_output=True, text=True, check=False)
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": str(newest_s)}
+        done = subprocess.run(
+            [*command, str(target), str(tree)], capture_output=True, text=True, check=False, env=environment
+        )
     except FileNotFoundError as error:
         raise ImageError("mkfs.erofs is missing: install erofs-utils") from error
     if done.returncode != 0:

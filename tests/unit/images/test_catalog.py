@@ -128,7 +128,7 @@ def test_one_writer_at_a_time_and_nothing_is_left_of_an_interrupted_one(catalog:
 
 
 def test_a_failed_packing_changes_nothing(catalog: Catalog, tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"mkfs\.erofs"), catalog.layers.writing() as staging:
+    with pytest.raises(ImageError, match="cannot be packed"), catalog.layers.writing() as staging:
         catalog.layers.add(tmp_path / "missing", staging, source="test", packages={})
     assert not catalog.layers.digests()
 

@@ -25,6 +25,8 @@ def root(tmp_path: Path) -> Path:
     ):
         (root / name).write_text("http://archive.invalid/")
     (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/bash\n")
+    (root / "etc/shadow").write_text("root:*:20700:0:99999:7:::\nuser:!::0:99999:7:::\n")
+    (root / "etc/shadow").chmod(0o640)
     module = root / "usr/lib/module.py"
     module.write_text("pass")
     os.utime(module, (_PACKAGED_S, _PACKAGED_S))
@@ -60,3 +62,10 @@ def test_installed_packages_are_read_from_dpkg(tmp_path: Path) -> None:
         "Package: gone\nStatus: deinstall ok config-files\nVersion: 1\n\n"
     )
     assert installed_packages(tmp_path) == {"bash": "5.2-1"}
+
+
+def test_passwords_have_no_date_of_the_build(root: Path) -> None:
+    clean(root, built_since_s=time.time() - 60)
+    shadow = root / "etc/shadow"
+    assert shadow.read_text() == "root:*:19723:0:99999:7:::\nuser:!::0:99999:7:::\n"
+    assert shadow.stat().st_mode & 0o777 == 0o640

@@ -36,11 +36,11 @@ _TRIALS: Final[dict[str, tuple[Feature, bool, str]]] = {
     "mount_api": (Feature.CONTAINER, True, _KERNEL_FIX),
     "overlay": (Feature.CONTAINER, True, f"modprobe overlay; else {_KERNEL_FIX}"),
     "erofs": (Feature.CONTAINER, True, f"modprobe erofs; else {_KERNEL_FIX}, with CONFIG_EROFS_FS_BACKED_BY_FILE"),
-    "idmap": (Feature.CONTAINER, True, _KERNEL_FIX),
+    "idmap": (Feature.CONTAINER, True, f"where user namespaces work: {_KERNEL_FIX}"),
     "user_namespaces": (
         Feature.CONTAINER,
         True,
-        "sysctl -w user.max_user_namespaces=100000 kernel.unprivileged_userns_clone=1",
+        "sysctl -w user.max_user_namespaces=100000 kernel.unprivileged_userns_clone=1; a chroot refuses them always",
     ),
     "namespaces": (Feature.CONTAINER, True, "run on the host, or in a container that is privileged"),
     "pidfd": (Feature.CONTAINER, True, _KERNEL_FIX),
