@@ -173,8 +173,8 @@ fn replacement_keeps_mode_and_owner_and_appends_in_place() {
     let (mut guest, dir) = (Guest::start(), Dir::new("replace"));
     let path = dir.at("f");
     fs::write(&path, "old").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o4751)).unwrap();
     std::os::unix::fs::chown(&path, Some(1234), Some(4321)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o4751)).unwrap();
     symlink("f", dir.at("link")).unwrap();
     assert_eq!(
         code(&put(&mut guest, "write", &dir.at("link"), b"new", &[])),

@@ -45,6 +45,15 @@ impl Worker {
         }
     }
 
+    /// The next packet of the worker. That it left data of ours unread is reported once, before what
+    /// it sent; it is no error for us.
+    fn receive(&self, packet: &mut Vec<u8>) -> Result<usize, Errno> {
+        match io::recv_into(self.sock.raw(), packet) {
+            Err(Errno::ECONNRESET) => io::recv_into(self.sock.raw(), packet),
+            other => other,
+        }
+    }
+
     /// Hands over what the worker takes; returns the bytes taken.
     fn feed(&mut self) -> usize {
         let mut taken = 0;
@@ -168,7 +177,7 @@ impl Agent {
         packet.reserve(frame::MAX_PACKET);
         let moved = match self.worker(id) {
             Some(worker) if worker.readable && worker.pending.is_empty() => {
-                match io::recv_into(worker.sock.raw(), &mut packet) {
+                match worker.receive(&mut packet) {
                     Err(Errno::EAGAIN | Errno::EINTR) => {
                         worker.readable = false;
                         false

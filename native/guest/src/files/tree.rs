@@ -33,6 +33,8 @@ pub fn open_dir_at(dir: i32, name: &[u8]) -> Result<Fd> {
 pub fn names(dir: i32) -> Result<Vec<Vec<u8>>> {
     let mut out = Vec::new();
     let mut buf = alloc::vec![0u8; 32_768];
+    // The descriptor may have been read before.
+    io::lseek(dir, 0, SEEK_SET)?;
     while fs::read_dir_piece(dir, &mut buf, |name, _| out.push(name.to_vec()))? {}
     Ok(out)
 }
