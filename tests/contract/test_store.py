@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import pytest
 
 from dsec.api.types import EndReason, Kind, SandboxRecord, SandboxSpec, State
 from dsec.store import Change, EventQuery, KeyRow, ListQuery, NewEvent, NewRequest, Store, StoreError, open_store
+from dsec.store.migrate import upgrade
 
 SPEC = SandboxSpec(
     kind=Kind.CONTAINER,
@@ -50,8 +52,16 @@ def event(kind: str = "sandbox.created", *, about: str | None = None, at: float 
     return NewEvent(time=at, type=kind, project="default", principal="admin", sandbox_id=about, data=data)
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "dsec.db"
+    upgrade(path)
+    return path
+
+
 @pytest.fixture(params=["sqlite"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> AsyncIterator[Store]:
+    shutil.copy(migrated, tmp_path / "dsec.db")
     async with open_store(tmp_path / "dsec.db") as opened:
         yield opened
 

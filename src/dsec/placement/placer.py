@@ -37,6 +37,7 @@ class Placer:
         self._overlay = Overlay()
         self._views: list[NodeView] = []
         self._asked = float("-inf")
+        self._asking = asyncio.Lock()
 
     async def place(self, *, kind: str, cpus: float, memory_bytes: int, count: int) -> NodeInfo:
         """The node that shall start `count` sandboxes alike. Raises NoCapacity or Unsupported with the reason."""
@@ -44,7 +45,10 @@ class Placer:
         self._overlay.expire(now=now)
         request = PlacementRequest(kind=kind, cpus=cpus, memory_bytes=memory_bytes, count=count)
         if now - self._asked > FRESH_S:
-            await self._ask()
+            async with self._asking:
+                # Others who waited here find the answer that the first one got.
+                if now - self._asked > FRESH_S:
+                    await self._ask()
         chosen = choose(self._views, request, overlay=self._overlay, rng=self._rng)
         if isinstance(chosen, Refusal):
             raise chosen.error
@@ -57,7 +61,6 @@ class Placer:
         return [view.info for view in self._views if view.healthy]
 
     async def _ask(self) -> None:
-        self._asked = self._clock()
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask_one(edge)) for edge in self._edges]
         before = {view.info.edge: view.info for view in self._views}
@@ -69,6 +72,7 @@ class Placer:
             elif edge in before:
                 views.append(NodeView(info=before[edge], healthy=False))
         self._views = views
+        self._asked = self._clock()
 
     async def _ask_one(self, edge: str) -> NodeInfo | None:
         try:

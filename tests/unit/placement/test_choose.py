@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
+import pytest
+
+from dsec.api.control import NodeQuery
 from dsec.api.errors import NoCapacity, Unsupported
 from dsec.api.types import NodeInfo
-from dsec.placement import NodeView, Overlay, PlacementRequest, Refusal, choose
+from dsec.bus import LocalBus
+from dsec.placement import NodeView, Overlay, PlacementRequest, Placer, Refusal, choose
 from dsec.placement.choose import OVERLAY_S
 
 GIB = 1 << 30
@@ -80,3 +85,23 @@ def test_the_fuller_node_is_not_taken() -> None:
     chosen = choose(nodes, request(), overlay=Overlay(), rng=random.Random(1))
     assert isinstance(chosen, NodeInfo)
     assert chosen.edge == "bbbb"
+
+
+async def test_callers_that_come_at_once_share_the_first_answer() -> None:
+    bus, asked = LocalBus(), 0
+
+    async def say(_: NodeQuery) -> NodeInfo:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.01)
+        return node().info
+
+    async with bus.serve("edge.aaaa.node", say):
+        placer = Placer(bus, ["aaaa"])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(10):
+                group.create_task(placer.place(kind="container", cpus=1.0, memory_bytes=1, count=1))
+        assert asked == 1
+    assert await placer.nodes() == []
+    with pytest.raises(NoCapacity, match="no node is up"):
+        await placer.place(kind="container", cpus=1.0, memory_bytes=1, count=1)

@@ -62,8 +62,9 @@ class Attached:
     ) -> Self:
         """Attach. Raises NotFound if the guest does not know the process, SandboxGone."""
         attached = cls(guests, principal, sandbox_id, process_id)
+        # The output stream says nothing until there is output, so ask first whether there is such a process.
+        await attached._call({"m": "wait", "id": process_id, "timeout_ms": 0})
         if follow and min(since) >= STDIN_ONLY_FROM:
-            await attached._check_known()
             return attached
         params = {
             "m": "output",
@@ -120,10 +121,6 @@ class Attached:
             ending = self._ending(answer.fields)
             if isinstance(ending, Ended):
                 return ending
-
-    async def _check_known(self) -> None:
-        answer = await self._call({"m": "wait", "id": self._process_id, "timeout_ms": 0})
-        del answer
 
     async def _call(self, params: dict[str, Any]) -> Message:
         return await self._guests.call(self._principal, Action.EXEC, self._sandbox_id, token.OBSERVE, params)

@@ -172,6 +172,8 @@ class ApiServer:
             raise
         except DsecError as error:
             response = self._failed(request, error)
+        except web.HTTPException as error:
+            response = self._failed(request, InvalidRequest(f"the WebSocket handshake is not valid: {error.text}"))
         except StoreError as error:
             log.error("the store failed", exc_info=error)
             response = self._failed(request, InternalError(str(error)))

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from dsec import __version__
 from dsec.api.errors import DsecError, ErrorBody, InternalError, Unauthenticated
 from dsec.apiserver.v1.exchange import JSON, MSGPACK
 from dsec.apiserver.v1.route import Query, Route
+from dsec.apiserver.v1.version import VERSION
 
 _VARIABLE = re.compile(r"\{(\w+)\}")
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean"}
@@ -32,7 +32,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "dsec",
-            "version": __version__,
+            "version": VERSION,
             "description": "Sandboxes. Bodies may be JSON or msgpack; mutating requests may carry an Idempotency-Key.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },

@@ -7,9 +7,9 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
-from dsec import __version__
 from dsec.api.errors import Unsupported
 from dsec.apiserver.v1.exchange import NDJSON, Exchange, write
+from dsec.apiserver.v1.version import VERSION
 
 _lines = msgspec.json.Encoder().encode_lines
 
@@ -58,7 +58,7 @@ async def metrics(exchange: Exchange) -> web.StreamResponse:
 
 async def healthz(exchange: Exchange) -> web.StreamResponse:
     """GET /healthz."""
-    return exchange.answer({"status": "ok", "version": __version__})
+    return exchange.answer({"status": "ok", "version": VERSION})
 
 
 async def later(exchange: Exchange) -> web.StreamResponse:
