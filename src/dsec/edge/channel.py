@@ -250,7 +250,7 @@ class Stream:
 
 
 class Channel:
-    """The edge's end of one channel; owns `descriptor` (non-blocking SEQPACKET) until `close`.
+    """The edge's end of one channel; owns `descriptor` (SEQPACKET) until `close`.
 
     `on_lost` is called once, when the channel breaks or the guest breaks the protocol: the streams stay open until `close` says with
     which error they end, because only the launcher's report tells why.
@@ -283,6 +283,7 @@ class Channel:
         self._pongs: dict[bytes, asyncio.Future[None]] = {}
         self.congested = False
         """Whether senders of DATA should wait."""
+        os.set_blocking(descriptor, False)
         poller.register(descriptor, self._on_ready)
 
     @property

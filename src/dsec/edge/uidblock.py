@@ -1,7 +1,7 @@
 """Blocks of host user ids, one for each instance on this host, so that no two sandboxes of any instances share an id.
 
 A block is claimed by flock on `/run/dsec/uid-blocks/N`; edge and launcher hold the same open file, so that it stays claimed while
-either lives. The file's content is the block's first id in decimal: how the launcher learns it.
+either lives.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class UidBlock:
         self.number = number
         self.descriptor = descriptor
 
+    @property
+    def base(self) -> int:
+        """The block's first id."""
+        return self.number * BLOCK_IDS
+
     @classmethod
     def claim(cls, folder: Path) -> Self:
         """Claim a free block. Raises NoCapacity when fifteen instances hold them all."""
@@ -46,8 +51,6 @@ class UidBlock:
             except BlockingIOError:
                 os.close(descriptor)
                 continue
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{number * BLOCK_IDS}\n".encode(), 0)
             return cls(number, descriptor)
         raise NoCapacity(
             f"all {len(_BLOCKS)} blocks of user ids under {folder} are claimed: stop another instance", resource="uids"

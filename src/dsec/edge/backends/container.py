@@ -79,7 +79,7 @@ class ContainerBackend:
         if backing == "local" and disk_bytes not in self._templates:
             async with self._template_lock:
                 if disk_bytes not in self._templates:
-                    self._templates[disk_bytes] = await disk_template(self._config.storage_dir, disk_bytes)
+                    self._templates[disk_bytes] = await disk_template(self._config.run_dir / "templates", disk_bytes)
 
     def check(self, item: StartSandbox) -> None:
         """Raise InvalidRequest for what this kind can never start."""

@@ -18,11 +18,10 @@ _FEATURES: Final = (
 _MKFS_S: Final = 60.0
 
 
-async def disk_template(storage_dir: Path, disk_bytes: int) -> Path:
-    """The template of `disk_bytes`, made if missing (4 ms). Raises InvalidRequest below 4 MiB, InternalError if mkfs fails."""
+async def disk_template(folder: Path, disk_bytes: int) -> Path:
+    """The template of `disk_bytes` in `folder`, made if missing (4 ms). Raises InvalidRequest below 4 MiB, InternalError if mkfs fails."""
     if disk_bytes < _MIN_BYTES:
         raise InvalidRequest(f"disk must be at least {_MIN_BYTES >> 20} MiB, not {disk_bytes} bytes")
-    folder = storage_dir / "templates"
     path = folder / f"ext4-{disk_bytes}.img"
     if path.exists():
         return path
