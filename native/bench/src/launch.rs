@@ -36,7 +36,10 @@ pub fn run(options: &Options) -> Result<String, String> {
     host::claim_numbers(workers, &[]).map_err(|e| e.to_string())?;
     let name = format!("dsecbench-{}", std::process::id());
     let engine = Arc::new(Engine::new(&name, UID_BASE, workers).map_err(|e| e.to_string())?);
-    engine.layers.add("base", options.need("layer")?).map_err(|e| e.to_string())?;
+    engine
+        .layers
+        .add("base", options.need("layer")?)
+        .map_err(|e| e.to_string())?;
     let result = measure(&engine, &spec, workers, alive, standing, time);
     engine.close();
     let (samples, elapsed) = result?;
@@ -75,7 +78,11 @@ fn measure(
     let mut elapsed = Duration::ZERO;
     let mut failure = None;
     for thread in threads {
-        match thread.join().map_err(|_| "a worker died".to_owned()).and_then(|r| r) {
+        match thread
+            .join()
+            .map_err(|_| "a worker died".to_owned())
+            .and_then(|r| r)
+        {
             Ok((part, took)) => {
                 samples.ready_us.extend(part.ready_us);
                 samples.end_us.extend(part.end_us);
@@ -133,9 +140,16 @@ impl Shared {
     }
 
     fn stand(&self, spec: &Spec, worker: &mut Worker) -> Result<(), String> {
-        while self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok() {
+        while self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
+            .is_ok()
+        {
             let sandbox = ready(worker, spec)?;
-            self.standing.lock().unwrap_or_else(PoisonError::into_inner).push(sandbox);
+            self.standing
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(sandbox);
         }
         Ok(())
     }
@@ -152,8 +166,11 @@ impl Shared {
     }
 
     fn take_all(&self) -> Vec<Sandbox> {
-        let mut all = std::mem::take(&mut *self.standing.lock().unwrap_or_else(PoisonError::into_inner));
-        all.extend(std::mem::take(&mut *self.living.lock().unwrap_or_else(PoisonError::into_inner)));
+        let mut all =
+            std::mem::take(&mut *self.standing.lock().unwrap_or_else(PoisonError::into_inner));
+        all.extend(std::mem::take(
+            &mut *self.living.lock().unwrap_or_else(PoisonError::into_inner),
+        ));
         all
     }
 }
@@ -161,7 +178,9 @@ impl Shared {
 /// Starts one and waits until its guest answered.
 fn ready(worker: &mut Worker, spec: &Spec) -> Result<Sandbox, String> {
     let sandbox = worker.start(spec).map_err(|e| e.to_string())?;
-    let Some(channel) = &sandbox.channel else { return Err("no channel".into()) };
+    let Some(channel) = &sandbox.channel else {
+        return Err("no channel".into());
+    };
     if !sys::poll_in(channel.as_fd(), Some(READY)) {
         return Err("a guest did not answer in time".into());
     }
@@ -189,11 +208,17 @@ fn report(mut samples: Samples, elapsed: Duration, engine: &Engine) -> String {
     samples.end_us.sort_unstable();
     let n = samples.ready_us.len().max(1) as f64;
     let mut fields = vec![
-        ("rate".to_owned(), (samples.ready_us.len() as f64 / elapsed.as_secs_f64() * 10.0).round() / 10.0),
+        (
+            "rate".to_owned(),
+            (samples.ready_us.len() as f64 / elapsed.as_secs_f64() * 10.0).round() / 10.0,
+        ),
         ("n".to_owned(), samples.ready_us.len() as f64),
     ];
     for percent in [10, 50, 90] {
-        fields.push((format!("p{percent}"), percentile(&samples.ready_us, percent) as f64));
+        fields.push((
+            format!("p{percent}"),
+            percentile(&samples.ready_us, percent) as f64,
+        ));
     }
     fields.push(("cpu_us".to_owned(), (cpu_us() / n).round()));
     fields.push(("end_us".to_owned(), percentile(&samples.end_us, 50) as f64));
@@ -210,7 +235,10 @@ fn report(mut samples: Samples, elapsed: Duration, engine: &Engine) -> String {
 fn spec(options: &Options) -> Result<Spec, String> {
     const MIB: u64 = 1 << 20;
     let upper = match options.text("upper").unwrap_or("tmpfs") {
-        "tmpfs" => Upper::Tmpfs { bytes: 64 * MIB, inodes: 16_384 },
+        "tmpfs" => Upper::Tmpfs {
+            bytes: 64 * MIB,
+            inodes: 16_384,
+        },
         "image" => Upper::Image {
             template: options.need("template")?.to_owned(),
             dir: options.need("dir")?.to_owned(),
@@ -219,7 +247,11 @@ fn spec(options: &Options) -> Result<Spec, String> {
         },
         kind => return Err(format!("--upper {kind} is neither tmpfs nor image")),
     };
-    let hello = encode(vec![("proto", 1.into()), ("epoch", 1.into()), ("config", map(vec![]))]);
+    let hello = encode(vec![
+        ("proto", 1.into()),
+        ("epoch", 1.into()),
+        ("config", map(vec![])),
+    ]);
     // One frame of the guest protocol: length, stream 0, type HELLO, payload.
     let mut first = (5 + hello.len() as u32).to_le_bytes().to_vec();
     first.extend([0; 5]);
@@ -229,12 +261,27 @@ fn spec(options: &Options) -> Result<Spec, String> {
         tag: Vec::new(),
         project: "bench".into(),
         exe: Some(options.need("guest")?.to_owned()),
-        argv: ["dsec-guest", "channel=%channel", "userns=%userns", "runs=%runs", "pids=%pids", "oom=%oom"]
-            .iter()
-            .map(|w| w.as_bytes().to_vec())
-            .collect(),
+        argv: [
+            "dsec-guest",
+            "channel=%channel",
+            "userns=%userns",
+            "runs=%runs",
+            "pids=%pids",
+            "oom=%oom",
+        ]
+        .iter()
+        .map(|w| w.as_bytes().to_vec())
+        .collect(),
         env: Vec::new(),
-        ns: Namespaces { pid: true, mnt: true, net: true, ipc: true, uts: true, cgroup: true, user: true },
+        ns: Namespaces {
+            pid: true,
+            mnt: true,
+            net: true,
+            ipc: true,
+            uts: true,
+            cgroup: true,
+            user: true,
+        },
         identity: None,
         caps: 0,
         layers: vec!["base".into()],
@@ -249,7 +296,13 @@ fn spec(options: &Options) -> Result<Spec, String> {
             cpu_shares: Some(512),
             pids: Some(512),
         },
-        fds: vec![FdName::Channel, FdName::Userns, FdName::Runs, FdName::Pids, FdName::Oom],
+        fds: vec![
+            FdName::Channel,
+            FdName::Userns,
+            FdName::Runs,
+            FdName::Pids,
+            FdName::Oom,
+        ],
         affinity: 0,
         seccomp: options.text("seccomp").map(str::to_owned),
         rlimits: Vec::new(),
@@ -264,11 +317,28 @@ fn mounts() -> Vec<Mount> {
         Mount::Proc,
         Mount::Dev,
         Mount::Devpts,
-        Mount::Tmpfs { path: "/dev/shm".into(), bytes: 64 << 20, mode: 0o1777 },
+        Mount::Tmpfs {
+            path: "/dev/shm".into(),
+            bytes: 64 << 20,
+            mode: 0o1777,
+        },
     ];
-    let masked = ["/proc/acpi", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi"];
+    let masked = [
+        "/proc/acpi",
+        "/proc/interrupts",
+        "/proc/kcore",
+        "/proc/keys",
+        "/proc/timer_list",
+        "/proc/scsi",
+    ];
     mounts.extend(masked.map(|path| Mount::Mask { path: path.into() }));
-    let read_only = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+    let read_only = [
+        "/proc/bus",
+        "/proc/fs",
+        "/proc/irq",
+        "/proc/sys",
+        "/proc/sysrq-trigger",
+    ];
     mounts.extend(read_only.map(|path| Mount::Ro { path: path.into() }));
     mounts
 }

@@ -20,19 +20,31 @@ impl Options {
             [name, value] if name.starts_with("--") => Ok((name[2..].to_owned(), value.clone())),
             _ => Err(USAGE.to_owned()),
         };
-        words.chunks(2).map(pair).collect::<Result<_, _>>().map(Self)
+        words
+            .chunks(2)
+            .map(pair)
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 
     pub fn text(&self, name: &str) -> Option<&str> {
-        self.0.iter().rev().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
+        self.0
+            .iter()
+            .rev()
+            .find(|(n, _)| n == name)
+            .map(|(_, v)| v.as_str())
     }
 
     pub fn need(&self, name: &str) -> Result<&str, String> {
-        self.text(name).ok_or_else(|| format!("--{name} is missing\n{USAGE}"))
+        self.text(name)
+            .ok_or_else(|| format!("--{name} is missing\n{USAGE}"))
     }
 
     pub fn number(&self, name: &str, default: u64) -> Result<u64, String> {
-        self.text(name).map_or(Ok(default), |v| v.parse().map_err(|_| format!("--{name} needs a number, not {v}")))
+        self.text(name).map_or(Ok(default), |v| {
+            v.parse()
+                .map_err(|_| format!("--{name} needs a number, not {v}"))
+        })
     }
 }
 

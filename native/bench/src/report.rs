@@ -10,7 +10,10 @@ pub fn percentile(sorted: &[u64], percent: usize) -> u64 {
 
 /// One JSON object of numbers; names need no escaping.
 pub fn json(fields: &[(String, f64)]) -> String {
-    let items: Vec<String> = fields.iter().map(|(name, value)| format!("\"{name}\": {}", number(*value))).collect();
+    let items: Vec<String> = fields
+        .iter()
+        .map(|(name, value)| format!("\"{name}\": {}", number(*value)))
+        .collect();
     format!("{{{}}}", items.join(", "))
 }
 
@@ -29,12 +32,18 @@ mod tests {
     #[test]
     fn percentiles_are_samples() {
         let sorted: Vec<u64> = (1..=10).collect();
-        assert_eq!([10, 50, 90, 100].map(|p| percentile(&sorted, p)), [1, 5, 9, 10]);
+        assert_eq!(
+            [10, 50, 90, 100].map(|p| percentile(&sorted, p)),
+            [1, 5, 9, 10]
+        );
         assert_eq!((percentile(&[], 50), percentile(&[7], 10)), (0, 7));
     }
 
     #[test]
     fn objects_are_json() {
-        assert_eq!(json(&[("n".into(), 3.0), ("rate".into(), 1.5)]), r#"{"n": 3, "rate": 1.50}"#);
+        assert_eq!(
+            json(&[("n".into(), 3.0), ("rate".into(), 1.5)]),
+            r#"{"n": 3, "rate": 1.50}"#
+        );
     }
 }

@@ -8,12 +8,15 @@ use crate::Options;
 
 pub fn run(options: &Options) -> Result<String, String> {
     let n = options.number("n", 500)?.max(1);
-    let program = CString::new(options.text("program").unwrap_or("/bin/true")).map_err(|e| e.to_string())?;
+    let program =
+        CString::new(options.text("program").unwrap_or("/bin/true")).map_err(|e| e.to_string())?;
     // The first ones warm the page cache.
     for _ in 0..10 {
         once(&program)?;
     }
-    let mut us = (0..n).map(|_| once(&program)).collect::<Result<Vec<_>, _>>()?;
+    let mut us = (0..n)
+        .map(|_| once(&program))
+        .collect::<Result<Vec<_>, _>>()?;
     us.sort_unstable();
     let field = |name: &str, value: f64| (name.to_owned(), value);
     let fields: Vec<_> = [("p10", 10), ("p50", 50), ("p90", 90)]
@@ -31,10 +34,20 @@ fn once(program: &CString) -> Result<u64, String> {
     let env = [std::ptr::null_mut()];
     // SAFETY: both arrays end with null, the strings with NUL, and null attributes mean the defaults.
     let error = unsafe {
-        libc::posix_spawn(&mut pid, program.as_ptr(), std::ptr::null(), std::ptr::null(), argv.as_ptr(), env.as_ptr())
+        libc::posix_spawn(
+            &mut pid,
+            program.as_ptr(),
+            std::ptr::null(),
+            std::ptr::null(),
+            argv.as_ptr(),
+            env.as_ptr(),
+        )
     };
     if error != 0 {
-        return Err(format!("posix_spawn {program:?}: {}", std::io::Error::from_raw_os_error(error)));
+        return Err(format!(
+            "posix_spawn {program:?}: {}",
+            std::io::Error::from_raw_os_error(error)
+        ));
     }
     let mut status = 0;
     // SAFETY: `status` is valid for writing.

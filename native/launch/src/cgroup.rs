@@ -297,8 +297,8 @@ impl Cgroups {
     /// How often the kernel killed something of the slot for want of memory, since its groups were made.
     pub fn oom_kills(&self, k: u32) -> u64 {
         let text = match &self.memory {
-            Some(dir) => sys::read_at(dir.as_fd(), &format!("s{k}/memory.oom_control")),
-            None => sys::read_at(self.unified.as_fd(), &format!("s{k}/memory.events")),
+            Some(dir) => sys::read_small(dir.as_fd(), &format!("s{k}/memory.oom_control")),
+            None => sys::read_small(self.unified.as_fd(), &format!("s{k}/memory.events")),
         };
         parse_counter(&text.unwrap_or_default(), "oom_kill")
     }
@@ -316,8 +316,8 @@ impl Cgroups {
     }
 
     pub fn populated(&self, k: u32) -> bool {
-        let text =
-            sys::read_at(self.unified.as_fd(), &format!("s{k}/cgroup.events")).unwrap_or_default();
+        let text = sys::read_small(self.unified.as_fd(), &format!("s{k}/cgroup.events"))
+            .unwrap_or_default();
         parse_counter(&text, "populated") == 1
     }
 
@@ -326,9 +326,11 @@ impl Cgroups {
         remove_below(&self.unified, &format!("s{k}/runs"))?;
         remove_below(&self.unified, &format!("s{k}/agent"))?;
         // The agent owns s{k} and may have made groups beside ours.
-        for (name, is_dir) in sys::list_at(self.unified.as_fd(), &format!("s{k}"))? {
-            if is_dir && name != "runs" && name != "agent" {
-                remove_tree(&self.unified, &format!("s{k}/{name}"))?;
+        if sys::subdirectories(self.unified.as_fd(), &format!("s{k}")).unwrap_or(0) > 2 {
+            for (name, is_dir) in sys::list_at(self.unified.as_fd(), &format!("s{k}"))? {
+                if is_dir && name != "runs" && name != "agent" {
+                    remove_tree(&self.unified, &format!("s{k}/{name}"))?;
+                }
             }
         }
         match &self.pids {
@@ -351,7 +353,7 @@ impl Cgroups {
             return Ok(self.layout.memory != Home::V2);
         };
         let usage = |name: &str| -> Result<u64> {
-            Ok(sys::read_at(memory.as_fd(), &format!("s{k}/{name}"))?
+            Ok(sys::read_small(memory.as_fd(), &format!("s{k}/{name}"))?
                 .trim()
                 .parse()
                 .unwrap_or(u64::MAX))
@@ -372,13 +374,14 @@ impl Cgroups {
         }
         if let Some(cpu) = &self.cpu {
             // Throttling statistics cannot be reset.
-            let text = sys::read_at(cpu.as_fd(), &format!("s{k}/cpu.stat"))?;
+            let text = sys::read_small(cpu.as_fd(), &format!("s{k}/cpu.stat"))?;
             if parse_counter(&text, "nr_throttled") != 0 {
                 return Ok(false);
             }
         }
         if let Some(pids) = &self.pids {
-            let text = sys::read_at(pids.as_fd(), &format!("s{k}/pids.events")).unwrap_or_default();
+            let text =
+                sys::read_small(pids.as_fd(), &format!("s{k}/pids.events")).unwrap_or_default();
             if parse_counter(&text, "max") != 0 {
                 return Ok(false);
             }
@@ -503,10 +506,10 @@ pub fn parse_counter(text: &str, name: &str) -> u64 {
 }
 
 fn remove_below(dir: &OwnedFd, path: &str) -> Result<()> {
-    let names = match sys::list_at(dir.as_fd(), path) {
-        Err(e) if e.errno() == Some(libc::ENOENT) => return Ok(()),
-        names => names?,
-    };
+    if sys::subdirectories(dir.as_fd(), path).unwrap_or(0) == 0 {
+        return Ok(());
+    }
+    let names = sys::list_at(dir.as_fd(), path)?;
     names
         .iter()
         .filter(|(_, is_dir)| *is_dir)

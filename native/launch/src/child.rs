@@ -4,11 +4,12 @@
 //! suspended parent reads.
 
 use std::ffi::{c_char, c_void, CStr};
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
+use crate::error::Error;
 use crate::root::Step;
-use crate::sys::raw::{self, check, MountAttr};
-use crate::sys::{MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY};
+use crate::sys::raw::{self, check};
+use crate::sys::{self, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY};
 
 /// Points in time of a child, for the `us` of the answer.
 pub const MARKS: [&str; 6] = ["clone", "cgroup", "root", "mounts", "seccomp", "cred"];
@@ -23,8 +24,6 @@ pub struct Plan<'a> {
     pub overlay: Option<RawFd>,
     pub parts: &'a [RawFd],
     pub steps: &'a mut [Step],
-    pub dev: RawFd,
-    pub empty: RawFd,
     /// Owner of what has to be made in the root: the sandbox's own root.
     pub fsid: u32,
     pub hostname: Option<&'a CStr>,
@@ -48,8 +47,30 @@ pub struct Plan<'a> {
     pub marks: [u64; MARKS.len()],
 }
 
-/// A directory of the worker's empty root, which the overlay covers.
-pub const HIDDEN: &CStr = c"/parts";
+/// What a worker's root holds besides; the overlay covers it, and nothing inside the sandbox finds it.
+const PARTS: &CStr = c"/parts";
+const NULL: &CStr = c"/null";
+const VOID: &CStr = c"/void";
+
+/// Makes these in the root of a worker's mount namespace.
+pub fn furnish(root: BorrowedFd) -> Result<(), Error> {
+    let inner = |path: &CStr| path.to_string_lossy()[1..].to_owned();
+    sys::mkdirat(root, &inner(PARTS), 0o700)?;
+    sys::mkdirat(root, &inner(VOID), 0o555)?;
+    let name = sys::cstring(inner(NULL))?;
+    // SAFETY: the name is NUL-terminated.
+    match unsafe {
+        libc::mknodat(
+            root.as_raw_fd(),
+            name.as_ptr(),
+            libc::S_IFCHR | 0o666,
+            libc::makedev(1, 3),
+        )
+    } {
+        0 => Ok(()),
+        _ => Err(Error::last("mknod", "null")),
+    }
+}
 
 type Step0 = Result<i32, i32>;
 
@@ -71,6 +92,7 @@ fn enter(p: &mut Plan) -> Step0 {
     take_root(p)?;
     p.marks[2] = raw::now_us();
     mount_all(p)?;
+    confine(p)?;
     p.marks[3] = raw::now_us();
     configure(p)?;
     p.marks[4] = raw::now_us();
@@ -135,15 +157,23 @@ fn take_root(p: &mut Plan) -> Step0 {
     };
     p.step = "attach root";
     for part in p.parts {
-        raw::move_mount(*part, libc::AT_FDCWD, HIDDEN)?;
+        raw::move_mount(*part, libc::AT_FDCWD, PARTS)?;
     }
     raw::move_mount(overlay, libc::AT_FDCWD, c"/")?;
-    // chroot instead of pivot_root, which walks every task on the host. What a second chroot can climb to is this same
-    // overlay: it covers the namespace's empty root.
+    p.step = "chdir";
+    // SAFETY: a plain system call.
+    check(unsafe { libc::fchdir(overlay) })
+}
+
+/// chroot instead of pivot_root, which walks every task on the host. What a second chroot can climb to is this same overlay: it
+/// covers the namespace's own root.
+fn confine(p: &mut Plan) -> Step0 {
+    if p.overlay.is_none() {
+        return Ok(0);
+    }
     p.step = "chroot";
-    // SAFETY: plain system calls with NUL-terminated strings.
+    // SAFETY: NUL-terminated strings.
     unsafe {
-        check(libc::fchdir(overlay))?;
         check(libc::chroot(c".".as_ptr()))?;
         check(libc::chdir(c"/".as_ptr()))
     }
@@ -174,12 +204,12 @@ fn mount_all(p: &mut Plan) -> Step0 {
                     MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC,
                 )?;
                 raw::close(context);
-                attach(mount, &mut b"/proc\0".to_owned(), true)?;
+                attach(mount, &mut b"proc\0".to_owned(), true)?;
                 raw::close(mount);
             }
             Step::Mask { path } => {
                 p.step = "mask";
-                mask(p.dev, p.empty, text(path))?;
+                mask(text(path))?;
             }
             Step::ReadOnly { path } => {
                 p.step = "read-only";
@@ -236,44 +266,18 @@ fn make_point(path: &mut [u8], directory: bool) -> Step0 {
     Ok(0)
 }
 
-fn mask(dev: RawFd, empty: RawFd, path: &CStr) -> Step0 {
-    let mut done = cover(dev, c"null", path);
-    // What move_mount says of a file on a directory.
-    if done == Err(libc::EINVAL) {
-        done = cover(empty, c"", path);
+fn mask(path: &CStr) -> Step0 {
+    let mut done = raw::bind(NULL, path, 0);
+    if done == Err(libc::ENOTDIR) || done == Err(libc::EINVAL) {
+        // A file cannot lie on a directory. The copy is read-only as the worker's root is.
+        done = raw::bind(VOID, path, 0);
     }
     ignore_missing(done)
 }
 
-fn cover(source: RawFd, name: &CStr, path: &CStr) -> Step0 {
-    let flags = if name.is_empty() {
-        libc::AT_EMPTY_PATH as u32
-    } else {
-        0
-    };
-    let clone = raw::open_tree(source, name, flags)?;
-    let done = raw::move_mount(clone, libc::AT_FDCWD, path);
-    raw::close(clone);
-    done
-}
-
 fn read_only(path: &CStr) -> Step0 {
-    // A clone of all that is mounted there, so that nothing below stays writable.
-    const AT_RECURSIVE: u32 = 0x8000;
-    let clone = match raw::open_tree(libc::AT_FDCWD, path, AT_RECURSIVE) {
-        Ok(fd) => fd,
-        missing => return ignore_missing(missing),
-    };
-    let done = raw::mount_setattr(
-        clone,
-        &MountAttr {
-            set: MOUNT_ATTR_RDONLY,
-            ..MountAttr::default()
-        },
-    );
-    let done = done.and_then(|_| raw::move_mount(clone, libc::AT_FDCWD, path));
-    raw::close(clone);
-    done
+    let done = raw::bind(path, path, libc::MS_REC);
+    ignore_missing(done.and_then(|_| raw::set_attached(path, MOUNT_ATTR_RDONLY)))
 }
 
 fn ignore_missing(done: Step0) -> Step0 {

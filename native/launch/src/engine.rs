@@ -167,10 +167,11 @@ impl Engine {
             ..
         } = sandbox;
         sys::pidfd_kill(pidfd.as_fd());
-        // Also for a process that is not our child: the pidfd becomes readable at its end.
-        sys::poll_in(pidfd.as_fd(), None);
-        let status =
-            sys::wait_child(pidfd.as_fd()).or_else(|| sys::pidfd_exit_status(pidfd.as_fd()));
+        let status = sys::wait_child(pidfd.as_fd()).or_else(|| {
+            // Not our child: an adopted one. Its pidfd becomes readable at its end.
+            sys::poll_in(pidfd.as_fd(), None);
+            sys::pidfd_exit_status(pidfd.as_fd())
+        });
         drop((pidfd, channel, layers));
         let index = slot.index;
         if !pid_ns {
@@ -180,10 +181,12 @@ impl Engine {
         self.cgroups.remove_runs(index)?;
         slot.entry = None;
         match key {
-            Some(key) => self
-                .slots
-                .give_back(&self.host, &self.cgroups, slot, key, sealed)?,
-            None => self.slots.discard(&self.cgroups, slot)?,
+            // Without a pid namespace cgroup.kill was used just now: see `Worker::start`.
+            Some(key) if pid_ns => {
+                self.slots
+                    .give_back(&self.host, &self.cgroups, slot, key, sealed)?
+            }
+            _ => self.slots.discard(&self.cgroups, slot)?,
         }
         Ok(Ending { status, oom_kills })
     }
@@ -252,32 +255,46 @@ impl Worker {
         let begin = raw::now_us();
         let layers = engine.layers.get(&spec.layers)?;
         let key = Key::of(spec);
-        let (mut slot, _) = engine.slots.take(&engine.host, &engine.cgroups, &key)?;
+        let (slot, prepared) = engine.slots.take(&engine.host, &engine.cgroups, &key)?;
+        match self.start_with(spec, slot, &key, layers.clone(), begin) {
+            // A clone into a group on which cgroup.kill was ever used dies at birth (seen on 6.18), and no file tells of that
+            // use. So what died in a used slot gets a second chance in a new one.
+            Err(Error::Ended(_)) if prepared => {
+                let slot = engine.slots.make(&engine.host, &engine.cgroups, &key)?;
+                self.start_with(spec, slot, &key, layers, begin)
+            }
+            done => done,
+        }
+    }
+
+    fn start_with(
+        &mut self,
+        spec: &Spec,
+        mut slot: Slot,
+        key: &Key,
+        layers: Vec<Arc<OwnedFd>>,
+        begin: u64,
+    ) -> Result<Sandbox> {
         let mut us = [0; PHASES.len()];
         us[0] = raw::now_us() - begin;
         match self.start_in(spec, &mut slot, &layers, &mut us) {
             Ok((pid, pidfd, channel)) => {
                 slot.entry = None;
-                let sealed = spec.sysctls_sealed();
-                let pid_ns = spec.ns.pid;
                 Ok(Sandbox {
                     pid,
                     pidfd,
                     channel,
                     us,
                     slot,
-                    key: Some(key),
-                    sealed,
-                    pid_ns,
+                    key: Some(key.clone()),
+                    sealed: spec.sysctls_sealed(),
+                    pid_ns: spec.ns.pid,
                     _layers: layers,
                 })
             }
             Err(e) => {
-                // The child may have been killed anywhere; its namespaces were never used by a program, but are not proven.
-                let _ = engine.cgroups.remove_runs(slot.index);
-                let _ = engine
-                    .slots
-                    .give_back(&engine.host, &engine.cgroups, slot, key, false);
+                // The child may have been killed anywhere, so nothing is known about what it left in the slot.
+                self.engine.slots.discard(&self.engine.cgroups, slot)?;
                 Err(e)
             }
         }
@@ -413,7 +430,11 @@ impl Worker {
         }
         let agent = engine.slots.agent(slot.index);
         let (overlay, parts, steps) = match root {
-            Some(root) => (Some(root.overlay.as_raw_fd()), root.parts.as_slice(), root.steps.as_mut_slice()),
+            Some(root) => (
+                Some(root.overlay.as_raw_fd()),
+                root.parts.as_slice(),
+                root.steps.as_mut_slice(),
+            ),
             None => (None, Default::default(), Default::default()),
         };
         let mut plan = Plan {
@@ -429,8 +450,6 @@ impl Worker {
             overlay,
             parts,
             steps,
-            dev: engine.host.dev.as_raw_fd(),
-            empty: engine.host.empty.as_raw_fd(),
             fsid: if spec.ns.user { base } else { 0 },
             hostname: hostname.as_deref(),
             affinity: affinity.as_ref(),
@@ -630,7 +649,7 @@ fn empty_mount_namespace() -> Result<()> {
     let context = FsContext::open(c"tmpfs")?;
     context.string(c"size", "4k")?;
     let mount = context.mount(0)?;
-    sys::mkdirat(mount.as_fd(), &child::HIDDEN.to_string_lossy()[1..], 0o700)?;
+    child::furnish(mount.as_fd())?;
     // Onto /proc, which every host has; pivot_root then makes it the only mount.
     if let Err(errno) = raw::move_mount(mount.as_raw_fd(), libc::AT_FDCWD, c"/proc") {
         return Err(Error::os(

@@ -4,7 +4,6 @@
 //! Workers live in an empty mount namespace, so host paths are reached through here only.
 
 use std::collections::HashMap;
-use std::hash::Hash;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -66,23 +65,32 @@ fn close_between(first: i32, last: i32) {
     }
 }
 
-/// Values opened once by key and shared.
-pub struct Cache<K, V>(Mutex<HashMap<K, Arc<V>>>);
+/// Entries of a cache; each may hold a descriptor.
+const MAX_CACHED: usize = 64;
 
-impl<K: Hash + Eq + Clone, V> Cache<K, V> {
+/// Values opened once by path and shared.
+struct Cache<K, V>(Mutex<HashMap<K, Arc<V>>>);
+
+impl<V> Cache<PathKey, V> {
     fn new() -> Self {
         Self(Mutex::new(HashMap::new()))
     }
 
-    pub fn get(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<Arc<V>> {
+    fn get(&self, key: &PathKey, make: impl FnOnce() -> Result<V>) -> Result<Arc<V>> {
         if let Some(found) = self.lock().get(key) {
             return Ok(found.clone());
         }
         let made = Arc::new(make()?);
-        Ok(self.lock().entry(key.clone()).or_insert(made).clone())
+        let mut entries = self.lock();
+        // What the path named before is not asked for again.
+        entries.retain(|(path, ..), _| path != &key.0);
+        if entries.len() >= MAX_CACHED {
+            entries.clear();
+        }
+        Ok(entries.entry(key.clone()).or_insert(made).clone())
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<K, Arc<V>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PathKey, Arc<V>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -97,8 +105,6 @@ pub struct Host {
     pub net: OwnedFd,
     /// A tmpfs with the device nodes, cloned for every sandbox.
     pub dev: OwnedFd,
-    /// An empty read-only tmpfs, cloned over directories that are masked.
-    pub empty: OwnedFd,
     pub null: OwnedFd,
     files: Cache<PathKey, OwnedFd>,
     filters: Cache<PathKey, Vec<u64>>,
@@ -115,11 +121,6 @@ impl Host {
             )
         };
         let dev = make_dev()?;
-        let empty = FsContext::open(c"tmpfs")?;
-        empty.string(c"size", "4k")?;
-        empty.string(c"mode", "0555")?;
-        let empty = empty
-            .mount(sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC)?;
         Ok(Self {
             proc: here("/proc", libc::O_PATH | libc::O_DIRECTORY)?,
             root: here("/", libc::O_PATH | libc::O_DIRECTORY)?,
@@ -127,7 +128,6 @@ impl Host {
             net: here("/proc/self/ns/net", libc::O_RDONLY)?,
             null: here("/dev/null", libc::O_RDWR)?,
             dev,
-            empty,
             files: Cache::new(),
             filters: Cache::new(),
         })

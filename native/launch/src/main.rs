@@ -62,6 +62,21 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Config> {
 /// A terminal's signals are for the programs on it, and a controller's end is no reason to end. SIGTERM keeps its meaning:
 /// the launcher ends at once and its sandboxes live on.
 fn ignore_terminal() {
+    // What our starter ignores must not be ignored in sandboxes.
+    for signal in 1..=64 {
+        let default = [0u64; 4];
+        // SAFETY: a kernel sigaction of zeros means SIG_DFL. The raw call also takes the signals that libc keeps to itself;
+        // it refuses SIGKILL and SIGSTOP, which is fine.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                default.as_ptr(),
+                0usize,
+                8usize,
+            )
+        };
+    }
     for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP, libc::SIGPIPE] {
         // SAFETY: SIG_IGN needs no handler.
         unsafe { libc::signal(signal, libc::SIG_IGN) };

@@ -168,14 +168,31 @@ pub fn fingerprint(host: &Host, net: BorrowedFd) -> Result<u64> {
         }
         nft_generation(&mut hash);
         for name in COUNTERS {
-            let text = sys::read_at(host.proc.as_fd(), &format!("thread-self/net/{name}"))?;
-            // sockstat's memory figures are the host's.
-            for line in text.lines() {
-                hash.write(line.split(" mem ").next().unwrap_or_default().as_bytes());
+            let text = sys::read_small(host.proc.as_fd(), &format!("thread-self/net/{name}"))?;
+            if name == "sockstat" {
+                hash.write(own_sockets(&text).as_bytes());
+            } else {
+                hash.write(text.as_bytes());
             }
         }
         Ok(hash.finish())
     })
+}
+
+/// The figures of sockstat that are the namespace's own: `orphan`, `alloc` and `mem` count the whole host.
+fn own_sockets(text: &str) -> String {
+    let mut own = String::new();
+    for line in text.lines() {
+        let words: Vec<&str> = line.split(' ').collect();
+        own += words[0];
+        for pair in words[1..]
+            .chunks(2)
+            .filter(|pair| ["inuse", "used", "tw"].contains(&pair[0]))
+        {
+            own += &pair.join("=");
+        }
+    }
+    own
 }
 
 fn netlink(protocol: i32) -> Result<OwnedFd> {
@@ -279,5 +296,20 @@ fn nft_generation(hash: &mut DefaultHasher) {
     if n >= 28 && u16::from_ne_bytes([buf[4], buf[5]]) != NLMSG_ERROR {
         // Attribute 1 is the generation; the rest names the asking process.
         hash.write(&buf[20..28]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_of_the_whole_host_are_left_out() {
+        let text =
+            "sockets: used 3\nTCP: inuse 1 orphan 5 tw 2 alloc 9 mem 7\nUDP: inuse 0 mem 4\n";
+        assert_eq!(
+            own_sockets(text),
+            "sockets:used=3TCP:inuse=1tw=2UDP:inuse=0"
+        );
     }
 }

@@ -89,9 +89,10 @@ pub struct Root {
     _held: Vec<OwnedFd>,
 }
 
-/// A path as a child wants it: NUL-terminated bytes that it may cut for a moment.
+/// A path as a child wants it: relative to the root, as NUL-terminated bytes that it may cut for a moment.
 fn bytes(path: &str) -> Result<Vec<u8>> {
-    Ok(CString::new(path)
+    let path = path.trim_start_matches('/');
+    Ok(CString::new(if path.is_empty() { "." } else { path })
         .map_err(|_| Error::Invalid("a path contains NUL".into()))?
         .into_bytes_with_nul())
 }
@@ -112,11 +113,7 @@ pub fn compose(
         .map(|layer| lower(layer, userns))
         .collect::<Result<Vec<_>>>()?;
     let overlay = overlay(&store, &lowers, userns.map(|_| base))?;
-    let mut held = if userns.is_some() {
-        lowers
-    } else {
-        Vec::new()
-    };
+    let mut held = if userns.is_some() { lowers } else { Vec::new() };
     held.push(store.mount);
     let parts = held.iter().map(AsRawFd::as_raw_fd).collect();
     let mut root = Root {

@@ -64,6 +64,8 @@ struct Table {
     hint: u32,
     pools: HashMap<Key, Pool>,
     closing: bool,
+    /// The filler is making or removing a slot outside the lock.
+    filling: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -178,7 +180,8 @@ impl Slots {
         self.make(host, cgroups, key).map(|slot| (slot, false))
     }
 
-    fn make(&self, host: &Host, cgroups: &Cgroups, key: &Key) -> Result<Slot> {
+    /// A new slot, whatever is prepared.
+    pub fn make(&self, host: &Host, cgroups: &Cgroups, key: &Key) -> Result<Slot> {
         let index = self.allocate()?;
         let made = self.make_at(host, cgroups, key, index);
         if made.is_err() {
@@ -370,26 +373,35 @@ impl Slots {
                 drop(self.wake.wait_timeout(table, Duration::from_secs(1)));
                 continue;
             }
+            table.filling = true;
             drop(table);
-            for slot in stale {
-                let _ = self.discard(cgroups, slot);
-            }
-            let Some(key) = wanted else { continue };
-            match self.make(host, cgroups, &key) {
-                Ok(slot) => {
-                    let mut table = lock(&self.table);
-                    match table.pools.get_mut(&key) {
-                        Some(pool) => pool.ready.push(slot),
-                        None => {
-                            drop(table);
-                            let _ = self.discard(cgroups, slot);
-                        }
+            failed = !self.fill(host, cgroups, wanted, stale);
+            lock(&self.table).filling = false;
+            self.wake.notify_all();
+        }
+    }
+
+    /// One turn of the filler; false if a slot could not be made.
+    fn fill(&self, host: &Host, cgroups: &Cgroups, wanted: Option<Key>, stale: Vec<Slot>) -> bool {
+        for slot in stale {
+            let _ = self.discard(cgroups, slot);
+        }
+        let Some(key) = wanted else { return true };
+        match self.make(host, cgroups, &key) {
+            Ok(slot) => {
+                let mut table = lock(&self.table);
+                match table.pools.get_mut(&key) {
+                    Some(pool) => pool.ready.push(slot),
+                    None => {
+                        drop(table);
+                        let _ = self.discard(cgroups, slot);
                     }
                 }
-                Err(e) => {
-                    eprintln!("dsec-launch: cannot prepare a slot: {e}");
-                    failed = true;
-                }
+                true
+            }
+            Err(e) => {
+                eprintln!("dsec-launch: cannot prepare a slot: {e}");
+                false
             }
         }
     }
@@ -400,6 +412,12 @@ impl Slots {
             let mut table = lock(&self.table);
             table.closing = true;
             self.wake.notify_all();
+            while table.filling {
+                table = self
+                    .wake
+                    .wait(table)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
             std::mem::take(&mut table.pools)
         };
         for slot in pools.into_values().flat_map(|p| p.ready) {

@@ -131,6 +131,8 @@ pub struct Spec {
     pub ready_ms: u64,
 }
 
+/// Bytes. A used group may still be charged with half of it, and no program starts with less.
+const MIN_MEMORY: u64 = 2 << 20;
 /// Most descriptors a program can be given; the numbers 3.. of every spawn are laid out for so many.
 pub const MAX_FDS: usize = 5;
 
@@ -354,7 +356,7 @@ fn parse_limits(map: &Map) -> Result<Limits> {
         pids: sub.uint("pids")?,
     };
     let ranges = [
-        (limits.memory, 65_536, 1 << 50, "memory"),
+        (limits.memory, MIN_MEMORY, 1 << 50, "memory"),
         (limits.cpu_quota_us, 1000, 1 << 40, "cpu_quota_us"),
         (limits.cpu_period_us, 1000, 1_000_000, "cpu_period_us"),
         (limits.cpu_shares, 2, 262_144, "cpu_shares"),

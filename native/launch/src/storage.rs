@@ -107,10 +107,7 @@ fn make_image(host: &Host, template: &str, dir: &str, bytes: u64, volatile: bool
         }
         context.mount(0)
     })?;
-    Ok(Store {
-        mount,
-        volatile,
-    })
+    Ok(Store { mount, volatile })
 }
 
 /// Runs `work` in the host's mount namespace, where device names mean something, and comes back to the worker's empty one.
@@ -194,7 +191,7 @@ fn attach_loop(host: &Host, image: BorrowedFd) -> Result<(OwnedFd, String)> {
     let control = sys::open_in_root(host.root.as_fd(), "/dev/loop-control", libc::O_RDWR)?;
     let mut config = LoopConfig {
         fd: image.as_raw_fd() as u32,
-        block_size: 4096,
+        block_size: 0,
         info: [0; 232],
         reserved: [0; 8],
     };

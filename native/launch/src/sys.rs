@@ -68,6 +68,40 @@ pub mod raw {
         ret(unsafe { libc::syscall(libc::SYS_fsmount, fd, 1, attrs as libc::c_uint) })
     }
 
+    pub fn bind(from: &CStr, to: &CStr, flags: libc::c_ulong) -> Result<i32, i32> {
+        let none = std::ptr::null();
+        // SAFETY: both paths are NUL-terminated; type and data are not used by a bind.
+        check(unsafe {
+            libc::mount(
+                from.as_ptr(),
+                to.as_ptr(),
+                none,
+                flags | libc::MS_BIND,
+                none.cast(),
+            )
+        })
+    }
+
+    /// Changes an attached mount.
+    pub fn set_attached(path: &CStr, set: u64) -> Result<i32, i32> {
+        let attr = MountAttr {
+            set,
+            ..MountAttr::default()
+        };
+        let size = std::mem::size_of::<MountAttr>();
+        // SAFETY: `attr` has the layout of struct mount_attr and its size is passed along.
+        ret(unsafe {
+            libc::syscall(
+                libc::SYS_mount_setattr,
+                libc::AT_FDCWD,
+                path.as_ptr(),
+                0,
+                &raw const attr,
+                size,
+            )
+        })
+    }
+
     pub fn move_mount(from: RawFd, dir: RawFd, path: &CStr) -> Result<i32, i32> {
         // SAFETY: both strings are NUL-terminated; 4 is MOVE_MOUNT_F_EMPTY_PATH.
         ret(unsafe {
@@ -332,12 +366,42 @@ pub fn write_at(dir: BorrowedFd, path: &str, data: &str) -> Result<()> {
     }
 }
 
-/// Reads a small pseudo file whole.
+/// Reads a pseudo file whole.
 pub fn read_at(dir: BorrowedFd, path: &str) -> Result<String> {
+    read_file(dir, path, false)
+}
+
+/// Reads a pseudo file that the kernel gives in one piece: half the system calls.
+pub fn read_small(dir: BorrowedFd, path: &str) -> Result<String> {
+    read_file(dir, path, true)
+}
+
+fn read_file(dir: BorrowedFd, path: &str, once: bool) -> Result<String> {
+    let fd = openat(dir, path, libc::O_RDONLY)?;
     let mut data = Vec::new();
-    let mut file = std::fs::File::from(openat(dir, path, libc::O_RDONLY)?);
-    io::Read::read_to_end(&mut file, &mut data).map_err(|e| Error::os("read", path, e))?;
-    Ok(String::from_utf8_lossy(&data).into_owned())
+    let mut buf = [0u8; 16_384];
+    loop {
+        // SAFETY: the buffer is valid for its length.
+        match unsafe { libc::read(fd.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len()) } {
+            n if n < 0 => return Err(Error::last("read", path)),
+            n => {
+                data.extend_from_slice(&buf[..n as usize]);
+                if n == 0 || (once && (n as usize) < buf.len()) {
+                    return Ok(String::from_utf8_lossy(&data).into_owned());
+                }
+            }
+        }
+    }
+}
+
+/// How many directories a directory of a cgroup hierarchy holds; None if it does not exist.
+pub fn subdirectories(dir: BorrowedFd, path: &str) -> Option<u64> {
+    let name = cstring(path).ok()?;
+    // SAFETY: stat is plain data that fstatat fills.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is NUL-terminated and `stat` valid for writing.
+    let done = unsafe { libc::fstatat(dir.as_raw_fd(), name.as_ptr(), &mut stat, 0) };
+    (done == 0).then(|| stat.st_nlink.saturating_sub(2))
 }
 
 /// The names in a directory, without `.` and `..`.

@@ -304,6 +304,12 @@ impl Launcher {
             .unwrap_or_else(|| panic!("no {name}"))
     }
 
+    /// Open descriptors without those of prepared slots (five each).
+    pub fn fds_in_use(&mut self) -> i64 {
+        self.settle();
+        self.fd_count() as i64 - 5 * self.stat("prepared") as i64
+    }
+
     pub fn fd_count(&self) -> usize {
         std::fs::read_dir(format!("/proc/{}/fd", self.process.id()))
             .expect("fd")
@@ -412,6 +418,52 @@ fn mount(fields: Vec<(&str, Value)>) -> Value {
     map(fields)
 }
 
+/// What a failed or ended sandbox could leave on the host.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Census {
+    pub loops: usize,
+    pub mounts: usize,
+    pub children: usize,
+}
+
+impl Census {
+    pub fn take(launcher: &Launcher) -> Self {
+        let lines = |path: String| {
+            std::fs::read_to_string(path)
+                .expect("readable")
+                .lines()
+                .count()
+        };
+        let pid = launcher.process.id();
+        // Of this test only: other programs attach theirs meanwhile.
+        let ours = |e: &std::fs::DirEntry| {
+            let name =
+                std::fs::read_to_string(e.path().join("loop/backing_file")).unwrap_or_default();
+            name.starts_with(fixture().dir.to_str().expect("utf-8"))
+        };
+        let loops = std::fs::read_dir("/sys/block").expect("sysfs").flatten();
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
+            .expect("tasks")
+            .flatten();
+        let children =
+            tasks.map(|t| std::fs::read_to_string(t.path().join("children")).unwrap_or_default());
+        Self {
+            loops: loops.filter(ours).count(),
+            mounts: lines("/proc/self/mountinfo".into()),
+            children: children.map(|c| c.split_whitespace().count()).sum(),
+        }
+    }
+}
+
+/// A spec with some fields replaced.
+pub fn with(fields: Vec<(&str, Value)>) -> Value {
+    let Value::Map(mut all) = container() else {
+        unreachable!()
+    };
+    all.extend(fields.into_iter().map(|(k, v)| (Value::from(k), v)));
+    Value::Map(all)
+}
+
 /// The spec of a full container with the probe as its first process.
 pub fn container() -> Value {
     let probe = fixture().probe.to_str().expect("utf-8");
@@ -426,7 +478,7 @@ pub fn container() -> Value {
         ]),
     ];
     for path in [
-        "/proc/kcore",
+        "/proc/interrupts",
         "/proc/keys",
         "/proc/timer_list",
         "/proc/absent",
