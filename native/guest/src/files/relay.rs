@@ -84,7 +84,7 @@ impl Agent {
         }
         let failed = |e| Failure::kernel(e, "cannot start a file worker");
         let (ours, theirs) = io::seqpacket_pair().map_err(failed)?;
-        let pid = match task::fork(None).map_err(failed)? {
+        let pid = match task::fork().map_err(failed)? {
             0 => worker::run(theirs.raw(), &request, &self.config, &self.around),
             pid => pid,
         };

@@ -14,14 +14,16 @@ pub struct Leaf {
     dir: Fd,
     /// `cgroup.events`, kept open: read at the end of each run, polled while children linger.
     events: Fd,
+    /// `cgroup.procs`, which a child writes itself into.
+    procs: Fd,
     /// The v1 `tasks` file that a child writes itself into.
     tasks: Option<Fd>,
     pids_max: Option<u64>,
 }
 
 impl Leaf {
-    pub fn dir(&self) -> i32 {
-        self.dir.raw()
+    pub fn procs(&self) -> i32 {
+        self.procs.raw()
     }
 
     pub fn events(&self) -> i32 {
@@ -86,31 +88,24 @@ impl Cgroups {
 
     fn make(&mut self) -> Result<Leaf> {
         let runs = self.runs.as_ref().ok_or(Errno::ENOENT)?.raw();
-        // A leaf that an earlier tenant of the slot left is as good as a new one, if it is empty.
         for _ in 0..65_536 {
-            let name =
-                CString::new(alloc::format!("run-{}", self.next)).map_err(|_| Errno::EINVAL)?;
+            let name = CString::new(alloc::format!("run-{}", self.next)).map_err(|_| Errno::EINVAL)?;
             self.next = self.next.wrapping_add(1);
-            let known = make_dir(runs, &name)?;
+            match make_anew(runs, &name) {
+                Err(Errno::EBUSY) => continue,
+                other => other?,
+            }
             let dir = fs::openat(runs, &name, O_RDONLY | O_DIRECTORY, 0)?;
             let events = fs::openat(dir.raw(), c"cgroup.events", O_RDONLY, 0)?;
-            let mut leaf = Leaf {
-                name,
-                dir,
-                events,
-                tasks: None,
-                pids_max: None,
-            };
-            if known && leaf.populated() {
-                continue;
-            }
+            let procs = fs::openat(dir.raw(), c"cgroup.procs", O_WRONLY, 0)?;
+            let mut leaf = Leaf { name, dir, events, procs, tasks: None, pids_max: None };
             if let Some(pids) = &self.pids {
-                make_dir(pids.raw(), &leaf.name)?;
+                match make_anew(pids.raw(), &leaf.name) {
+                    Err(Errno::EBUSY) => continue,
+                    other => other?,
+                }
                 let dir = fs::openat(pids.raw(), &leaf.name, O_PATH | O_DIRECTORY, 0)?;
                 leaf.tasks = Some(fs::openat(dir.raw(), c"tasks", O_WRONLY, 0)?);
-            }
-            if known {
-                self.limit(&leaf, None)?;
             }
             return Ok(leaf);
         }
@@ -150,20 +145,25 @@ impl Cgroups {
     }
 }
 
-/// Makes a directory; true if it was there.
-fn make_dir(dir: i32, name: &CStr) -> Result<bool> {
+/// Makes a cgroup. One that an earlier tenant of the slot left is replaced; EBUSY if it is in use.
+fn make_anew(dir: i32, name: &CStr) -> Result<()> {
     match fs::mkdirat(dir, name, 0o755) {
-        Ok(()) => Ok(false),
-        Err(Errno::EEXIST) => Ok(true),
-        Err(error) => Err(error),
+        Err(Errno::EEXIST) => {
+            fs::unlinkat(dir, name, AT_REMOVEDIR)?;
+            fs::mkdirat(dir, name, 0o755)
+        }
+        other => other,
     }
 }
 
-/// Kills a run: its cgroup, or where there is none its session's process group and the main process.
+/// Kills a run: its cgroup, or where there is none its session's process group, and the main process.
 pub fn kill_tree(leaf: Option<&Leaf>, pid: i32, alive: bool) {
     let killed = leaf.is_some_and(|leaf| leaf.kill().is_ok());
-    if !killed && alive {
-        let _ = task::kill(-pid, SIGKILL);
+    if alive {
+        if !killed {
+            let _ = task::kill(-pid, SIGKILL);
+        }
+        // Also with a cgroup: a child that was just forked may not have entered it yet.
         let _ = task::kill(pid, SIGKILL);
     }
 }

@@ -71,6 +71,8 @@ pub struct Ends {
     pub stdout: i32,
     pub stderr: i32,
     pub status: i32,
+    /// `cgroup.procs` of the run's cgroup2 leaf and `tasks` of its v1 pids leaf.
+    pub procs: Option<i32>,
     pub tasks: Option<i32>,
 }
 
@@ -100,8 +102,8 @@ fn prepare(
 ) -> Result<Ready, Broken> {
     task::setsid();
     event::set_signal_mask(0);
-    if let Some(tasks) = ends.tasks {
-        io::write(tasks, b"0").map_err(|e| Broken::new(Step::Cgroup, e))?;
+    for file in [ends.procs, ends.tasks].into_iter().flatten() {
+        io::write(file, b"0").map_err(|e| Broken::new(Step::Cgroup, e))?;
     }
     set_oom_score(around, config.oom_score_adj);
     let nofile = config.nofile.unwrap_or(around.own_nofile);

@@ -167,9 +167,10 @@ impl Agent {
             stdout: out_write.raw(),
             stderr: err_write.raw(),
             status: status_write.raw(),
+            procs: leaf.map(cgroup::Leaf::procs),
             tasks: leaf.and_then(cgroup::Leaf::tasks),
         };
-        match task::fork(leaf.map(cgroup::Leaf::dir)) {
+        match task::fork() {
             Ok(0) => child::run(request, &self.config, &self.around, &ends),
             Ok(pid) => Ok((
                 pid,
@@ -177,7 +178,7 @@ impl Agent {
                 [out_read, err_read],
                 stdin.map(|(_, write)| write),
             )),
-            Err(errno) => Err((errno, "cannot start a process in the command's cgroup")),
+            Err(errno) => Err((errno, "cannot start a process")),
         }
     }
 

@@ -42,7 +42,6 @@ pub const EPOLLOUT: u32 = 4;
 pub const EPOLLERR: u32 = 8;
 pub const EPOLLHUP: u32 = 16;
 pub const EPOLLET: u32 = 1 << 31;
-pub const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 pub const CLONE_NEWUSER: usize = 0x1000_0000;
 pub const SIGKILL: u32 = 9;
 pub const SIGCHLD: u32 = 17;

@@ -4,16 +4,10 @@ use super::consts::*;
 use super::{call, nr, Result};
 use core::ffi::CStr;
 
-/// Forks; with `cgroup` the child starts in that cgroup2 directory. Returns 0 in the child.
-pub fn fork(cgroup: Option<i32>) -> Result<i32> {
-    // struct clone_args up to `cgroup` (CLONE_ARGS_SIZE_VER2).
-    let mut args = [0u64; 11];
-    args[4] = u64::from(SIGCHLD);
-    if let Some(fd) = cgroup {
-        args[0] = CLONE_INTO_CGROUP;
-        args[10] = fd as u64;
-    }
-    call!(nr::CLONE3, args.as_ptr(), core::mem::size_of_val(&args)).map(|pid| pid as i32)
+/// Forks. Returns 0 in the child. `clone3`, which could place the child in a cgroup, is refused by the
+/// seccomp filter, since its flags cannot be inspected: the child enters its cgroups itself.
+pub fn fork() -> Result<i32> {
+    call!(nr::CLONE, SIGCHLD, 0usize, 0usize, 0usize, 0usize).map(|pid| pid as i32)
 }
 
 /// What `wait4` told of one ended child.

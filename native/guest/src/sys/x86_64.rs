@@ -59,7 +59,7 @@ pub mod nr {
     pub const RENAMEAT2: usize = 316;
     pub const GETRANDOM: usize = 318;
     pub const STATX: usize = 332;
-    pub const CLONE3: usize = 435;
+    pub const CLONE: usize = 56;
     pub const CLOSE_RANGE: usize = 436;
     pub const OPENAT2: usize = 437;
     pub const FACCESSAT2: usize = 439;
