@@ -44,7 +44,7 @@ async def _mkfs(path: Path) -> None:
     # -G packs the groups' metadata together, so that the copy has few extents. A sparse file is zero already: telling mkfs so marks
     # the inode tables as written, or else the kernel would zero them in the background of every mount. Before e2fsprogs 1.47 the
     # option is unknown and the launcher's mount has to say noinit_itable.
-    argv = ["mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-G", "4096", "-O", _FEATURES, "-E"]
+    argv = ["mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-G", "4096", "-O", _FEATURES, "-E"]
     result = await run([*argv, "nodiscard,lazy_itable_init=0,assume_storage_prezeroed=1", str(path)], timeout_s=_MKFS_S)
     if result.status != 0:
         result = await run([*argv, "nodiscard,lazy_itable_init=1", str(path)], timeout_s=_MKFS_S)
