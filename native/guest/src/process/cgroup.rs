@@ -89,7 +89,8 @@ impl Cgroups {
     fn make(&mut self) -> Result<Leaf> {
         let runs = self.runs.as_ref().ok_or(Errno::ENOENT)?.raw();
         for _ in 0..65_536 {
-            let name = CString::new(alloc::format!("run-{}", self.next)).map_err(|_| Errno::EINVAL)?;
+            let name =
+                CString::new(alloc::format!("run-{}", self.next)).map_err(|_| Errno::EINVAL)?;
             self.next = self.next.wrapping_add(1);
             match make_anew(runs, &name) {
                 Err(Errno::EBUSY) => continue,
@@ -98,7 +99,14 @@ impl Cgroups {
             let dir = fs::openat(runs, &name, O_RDONLY | O_DIRECTORY, 0)?;
             let events = fs::openat(dir.raw(), c"cgroup.events", O_RDONLY, 0)?;
             let procs = fs::openat(dir.raw(), c"cgroup.procs", O_WRONLY, 0)?;
-            let mut leaf = Leaf { name, dir, events, procs, tasks: None, pids_max: None };
+            let mut leaf = Leaf {
+                name,
+                dir,
+                events,
+                procs,
+                tasks: None,
+                pids_max: None,
+            };
             if let Some(pids) = &self.pids {
                 match make_anew(pids.raw(), &leaf.name) {
                     Err(Errno::EBUSY) => continue,
