@@ -61,6 +61,7 @@ async def composed(paths: Paths) -> AsyncIterator[Parts]:
                 planes={code: edge},
                 tokens=TokenKey(token_key),
                 metrics=metrics,
+                records=sink,
             )
             async with service:
                 yield Parts(service=service, edge=edge)

@@ -91,7 +91,8 @@ async def plane(tmp_path: Path, migrated: Path) -> AsyncIterator[Plane]:
         auth = await open_iam(store, tmp_path / "api.key")
         key = (tmp_path / "api.key").read_text().strip()
         bus, metrics = LocalBus(), Metrics()
-        edge = PeerEdge("aaaa", tmp_path / "boxes", StoreSink(store, bus, metrics), TOKEN_KEY)
+        sink = StoreSink(store, bus, metrics)
+        edge = PeerEdge("aaaa", tmp_path / "boxes", sink, TOKEN_KEY)
         secret = await store.meta("iam.secret")
         assert secret is not None
         other_key = "dsec_other"
@@ -107,6 +108,7 @@ async def plane(tmp_path: Path, migrated: Path) -> AsyncIterator[Plane]:
             planes={"aaaa": edge},
             tokens=TokenKey(TOKEN_KEY),
             metrics=metrics,
+            records=sink,
         )
         path = tmp_path / "api.sock"
         with socket.create_server(("127.0.0.1", 0)) as tcp:

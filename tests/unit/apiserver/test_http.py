@@ -140,7 +140,8 @@ async def _until(condition: Any, *, within_s: float = 10.0) -> None:
 
 async def test_a_client_that_goes_away_leaves_nothing(plane: Plane) -> None:
     plane.edge.hold.clear()
-    for body, path in (({}, CREATE), ({"count": 8}, "/v1/sandboxes:batch")):
+    asks: list[tuple[dict[str, int], str]] = [({}, CREATE), ({"count": 8}, "/v1/sandboxes:batch")]
+    for body, path in asks:
         asking = asyncio.ensure_future(plane.http.post(f"http://dsec{path}", json=body))
         before = len(plane.edge.started)
         await _until(lambda before=before: len(plane.edge.started) > before)

@@ -6,7 +6,6 @@ A process made with a request id has an id made from it, so that whoever knows t
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import signal as signals
 import time
@@ -36,12 +35,13 @@ _INLINE_STDIN = 128 << 10
 """Input that fits the stream's window: it is sent without a task of its own."""
 _TOMBSTONE_S = 120.0
 _OUTPUT_HEADER = 9
+_HEX_TO_BASE32 = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 
 
 def process_id_of(request_id: str) -> str:
     """The id of the process that a request with this id makes."""
-    digest = hashlib.blake2b(request_id.encode(), digest_size=10, person=b"dsec-process").digest()
-    return "p" + base64.b32encode(digest).decode().lower()
+    digest = hashlib.blake2b(request_id.encode(), digest_size=10, person=b"dsec-process")
+    return "p" + digest.hexdigest().translate(_HEX_TO_BASE32)
 
 
 class Processes:

@@ -43,6 +43,7 @@ from dsec.api.types import (
     CreateBatch,
     CreateSandbox,
     EndReason,
+    Kind,
     SandboxPage,
     SandboxRecord,
     SandboxSpec,
@@ -60,7 +61,7 @@ from dsec.apiserver.service.cursor import decode_cursor, encode_cursor
 from dsec.apiserver.service.guest import Guests
 from dsec.apiserver.service.images import ImageService
 from dsec.apiserver.service.ports import Placement
-from dsec.apiserver.service.records import events_subject, publish_news
+from dsec.apiserver.service.records import StoreSink, events_subject, publish_news, reason_data
 from dsec.apiserver.service.tasks import Detached
 from dsec.bus import Bus
 from dsec.bus.edges import start_subject, stop_subject, timeouts_subject, usage_subject
@@ -99,6 +100,7 @@ class Sandboxes:
         guests: Guests,
         tasks: Detached,
         metrics: Metrics,
+        records: StoreSink,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -108,6 +110,8 @@ class Sandboxes:
         self._guests = guests
         self._tasks = tasks
         self._metrics = metrics
+        self._records = records
+        self._created = {kind: metrics.created.labels(kind.value) for kind in Kind}
         self._now = wall_clock
         self._creations: dict[tuple[str, str], Creation] = {}
         self._tombstones: dict[tuple[str, str], float] = {}
@@ -170,7 +174,7 @@ class Sandboxes:
             kind=spec.kind.value, cpus=spec.cpus, memory_bytes=spec.memory_bytes, count=batch.count
         )
         now = self._now()
-        items = self._records(principal, batch.sandbox, spec, EdgeCode(node.edge), node.epoch, batch.count, now)
+        items = self._new_records(principal, batch.sandbox, spec, EdgeCode(node.edge), node.epoch, batch.count, now)
         ids = tuple([record.id for record, _ in items])
         creation = Creation(project=principal.project, edge=node.edge, ids=ids, fingerprint=fingerprint)
         claim = None
@@ -192,7 +196,7 @@ class Sandboxes:
         self._tasks.start(self._drive(_Prepared(creation, items, claim), batch, now))
         return creation
 
-    def _records(
+    def _new_records(
         self,
         principal: Principal,
         request: CreateSandbox,
@@ -282,7 +286,7 @@ class Sandboxes:
         try:
             replies = self._bus.stream(start_subject(creation.edge), message, list, timeout=timeout + _GRACE_S)
             async for group in replies:
-                await self._keep([result.record for result in group if result.record is not None])
+                await self._records.settled([result.record for result in group if result.record is not None])
                 creation.add([self._item(index_of[result.id], result, started) for result in group])
         except DeadlineExceeded:
             left = [creation.ids[index] for index in creation.unanswered()]
@@ -293,7 +297,7 @@ class Sandboxes:
 
     def _item(self, index: int, result: StartResult, started: float) -> BatchItem:
         if result.record is not None:
-            self._metrics.created.labels(result.record.kind.value).inc()
+            self._created[result.record.kind].inc()
             self._metrics.create_seconds.observe(max(0.0, self._now() - started))
             return BatchItem(index=index, sandbox=result.record)
         error = result.error or ErrorBody(code=InternalError.code, message="the node gave no reason")
@@ -455,20 +459,8 @@ class Sandboxes:
             return []
         message = StopSandboxes(ids=tuple(names), reason=reason.value)
         results: list[StopResult] = await self._bus.call(stop_subject(edge), message, list, timeout=STOP_TIMEOUT_S)
-        await self._keep([result.record for result in results if result.record is not None])
+        await self._records.settled([result.record for result in results if result.record is not None])
         return results
-
-    async def _keep(self, records: Sequence[SandboxRecord]) -> None:
-        """Write what an edge answered before the client hears of it, so that it finds its own change at once.
-
-        The edge writes the same, a moment later or earlier: the fence lets one of the two through, with its event.
-        """
-        if records:
-            now = self._now()
-            await self._store.change(
-                [Change(record=r, event=_event(f"sandbox.{r.state.value}", r, now)) for r in records]
-            )
-            publish_news(self._bus, [record.project for record in records])
 
     # Looking
 
@@ -534,9 +526,8 @@ class Sandboxes:
 
 
 def _event(kind: str, record: SandboxRecord, now: float) -> NewEvent:
-    data = {"reason": record.reason.value} if record.reason else {}
     return NewEvent(
-        time=now, type=kind, project=record.project, principal=record.principal, sandbox_id=record.id, data=data
+        time=now, type=kind, project=record.project, principal=record.principal, sandbox_id=record.id, data=reason_data(record)
     )
 
 

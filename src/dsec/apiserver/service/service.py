@@ -19,6 +19,7 @@ from dsec.apiserver.service.guest import Guests
 from dsec.apiserver.service.images import ImageService
 from dsec.apiserver.service.ports import Images, Placement
 from dsec.apiserver.service.processes import Processes
+from dsec.apiserver.service.records import StoreSink
 from dsec.apiserver.service.sandboxes import Sandboxes
 from dsec.apiserver.service.tasks import Detached
 from dsec.bus import Bus
@@ -46,6 +47,7 @@ class Service:
         planes: Mapping[str, DataPlane],
         tokens: TokenKey,
         metrics: Metrics,
+        records: StoreSink,
         kept_s: float = KEPT_S,
     ) -> None:
         self.auth = auth
@@ -64,6 +66,7 @@ class Service:
             guests=guests,
             tasks=self._tasks,
             metrics=metrics,
+            records=records,
         )
         self.processes = Processes(guests, self._tasks, metrics)
         self.files = Files(guests)
