@@ -16,16 +16,15 @@ import msgspec
 from dsec.api.types import Event, SandboxRecord, SandboxSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewEvent:
-    """An event that has no `seq` yet."""
+class NewEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An event that has no `seq` yet. Not tracked by the collector: thousands a second come and go, none in a cycle."""
 
     time: float
     type: str
     project: str
     principal: str = ""
     sandbox_id: str | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,7 @@ RequestRow = NewRequest
 """A claimed request id as the store has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sandbox's new record and what is told about it."""
 
     record: SandboxRecord
