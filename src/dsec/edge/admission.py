@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from dsec.api.types import SandboxSpec
 
 _MAX_SLOTS: Final = 4095
 """User ids of an instance's block; the last one is the agents'."""
+_MEMORY_KNOWN_S: Final = 0.05
 _OWN_DESCRIPTORS: Final = 1024
 """For everything but sandboxes: connections, files, the loop."""
 _DESCRIPTORS_EACH: Final = 4
@@ -23,6 +25,8 @@ class Admission:
     def __init__(self, *, max_sandboxes: int | None, memory_reserve_bytes: int) -> None:
         self.memory_bytes = meminfo("MemTotal")
         self._reserve_bytes = memory_reserve_bytes
+        self._memory_known_until = 0.0
+        self._memory_enough = True
         self._pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
@@ -47,8 +51,12 @@ class Admission:
             )
 
     def has_memory(self) -> bool:
-        """Whether the host has more than the reserve left. Reads a file: call it once a batch."""
-        return meminfo("MemAvailable") > self._reserve_bytes
+        """Whether the host has more than the reserve left; looks at most every 50 ms."""
+        now = time.monotonic()
+        if now >= self._memory_known_until:
+            self._memory_known_until = now + _MEMORY_KNOWN_S
+            self._memory_enough = meminfo("MemAvailable") > self._reserve_bytes
+        return self._memory_enough
 
 
 def meminfo(name: str) -> int:

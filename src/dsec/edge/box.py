@@ -33,7 +33,6 @@ class Box:
         "attempts",
         "batch",
         "channel",
-        "cpu_base_us",
         "due",
         "enders",
         "item",
@@ -60,7 +59,6 @@ class Box:
         self.pid = 0
         self.pidfd = -1
         self.channel: Channel | None = None
-        self.cpu_base_us = 0
         self.operations = 0
         self.due = float("inf")
         self.loss: asyncio.TimerHandle | None = None

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Final, Self
 
 PREFIX: Final = "dsec-"
+_TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 _REMOVE_S: Final = 5.0
 """Killed processes leave their group within milliseconds, or after the device they wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A slot's counters: bytes, microseconds of CPU since the group was made, processes."""
+    """A slot's counters: bytes, seconds of CPU, processes."""
 
     memory: int
     memory_peak: int
-    cpu_us: int
+    cpu_s: float
     pids: int
     oom_kills: int
 
@@ -70,20 +71,19 @@ class Cgroups:
         self._name = name
         self._unified = f"{hierarchies.unified}/{name}"
 
-    def cpu_us(self, slot: int) -> int:
-        """CPU that the slot's group has used since it was made: several sandboxes' sum, as slots are reused. 0 where it is gone."""
-        # The hot path of starting: plain system calls, 8 us.
-        try:
-            descriptor = os.open(f"{self._unified}/s{slot}/cpu.stat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return 0
-        try:
-            text = os.read(descriptor, 64)
-        finally:
-            os.close(descriptor)
-        return int(text.split(b"\n", 1)[0][11:]) if text.startswith(b"usage_usec ") else 0
+    def cpu_s(self, slot: int, first_pid: int) -> float:
+        """CPU seconds of a sandbox: of its first process, which inherits the times of all that were waited for, and of those that live.
 
-    def counters(self, slot: int) -> Counters:
+        Not from cpu.stat: slots are reused, and reading a base at every start waits for the launcher's work on other groups. What is
+        missed are processes whose parent ignores their end.
+        """
+        ticks = _ticks(first_pid)
+        for folder in Path(f"{self._unified}/s{slot}/runs").glob("*/"):
+            with suppress(OSError):
+                ticks += sum(_ticks(int(pid)) for pid in (folder / "cgroup.procs").read_text().split())
+        return ticks / _TICKS_A_SECOND
+
+    def counters(self, slot: int, first_pid: int) -> Counters:
         """The slot's counters; blocks for up to milliseconds (v1 memory statistics). What is missing counts as 0."""
         base = f"{self._name}/s{slot}"
         where = self._where
@@ -101,7 +101,7 @@ class Cgroups:
             memory, peak = _number(group / "memory.current") - cache, _number(group / "memory.peak")
             kills = _stat(group / "memory.events").get("oom_kill", 0)
         pids = where.pids / base if where.pids is not None else where.unified / base / "runs"
-        return Counters(max(0, memory), peak, self.cpu_us(slot), _number(pids / "pids.current"), kills)
+        return Counters(max(0, memory), peak, self.cpu_s(slot, first_pid), _number(pids / "pids.current"), kills)
 
     def strays(self, keep: Collection[int]) -> list[int]:
         """Slots with groups that are not in `keep`."""
@@ -161,6 +161,16 @@ def _remove_once(folder: Path) -> None:
                 _remove_once(Path(entry.path))
     with suppress(OSError):
         folder.rmdir()
+
+
+def _ticks(pid: int) -> int:
+    """User and system time of a process and of the children it has waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The name may hold anything, also spaces and brackets.
+    return sum(int(word) for word in text[text.rindex(")") + 2 :].split()[11:15])
 
 
 def _number(path: Path) -> int:

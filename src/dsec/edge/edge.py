@@ -154,7 +154,7 @@ class Edge:
     async def usage(self, request: UsageQuery) -> UsageReply:
         """What a sandbox uses now. Does not count as activity; disk figures are 0 if the guest does not answer within 2 s."""
         box = self._living(request.id)
-        counters = await asyncio.to_thread(self._cgroups.counters, box.slot)
+        counters = await asyncio.to_thread(self._cgroups.counters, box.slot, box.pid)
         guest: Mapping[str, Any] = {}
         if box.channel is not None:
             with suppress(TimeoutError, DsecError):
@@ -163,7 +163,7 @@ class Edge:
         record = box.life.record
         return UsageReply(
             usage=Usage(
-                cpu_s=max(0, counters.cpu_us - box.cpu_base_us) / 1e6,
+                cpu_s=counters.cpu_s,
                 memory=counters.memory,
                 memory_peak=counters.memory_peak,
                 memory_limit=record.memory,

@@ -26,11 +26,10 @@ _COMPACT_BYTES: Final = 8 << 20
 
 
 class Kept(msgspec.Struct, array_like=True):
-    """A sandbox as the journal keeps it. `cpu_base_us`: what its cgroup had used before it (cgroups are reused)."""
+    """A sandbox as the journal keeps it."""
 
     record: SandboxRecord
     slot: int = -1
-    cpu_base_us: int = 0
 
 
 class _Epoch(msgspec.Struct, array_like=True, tag="e"):
@@ -77,9 +76,9 @@ class Journal:
         """Whether `compact` would be worth its time."""
         return self._grown_bytes > _COMPACT_BYTES
 
-    def put(self, record: SandboxRecord, *, slot: int = -1, cpu_base_us: int = 0) -> None:
+    def put(self, record: SandboxRecord, *, slot: int = -1) -> None:
         """Note the record as it is now; the last entry for an id counts."""
-        self._add(_Put(Kept(record, slot, cpu_base_us)))
+        self._add(_Put(Kept(record, slot)))
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop sandboxes that have ended and that the store knows to have ended."""

@@ -101,7 +101,14 @@ class Launcher:
             self._block = UidBlock.claim(config.uid_blocks)
         config.socket.unlink(missing_ok=True)
         argv = [str(config.binary), "serve", "--socket", str(config.socket), "--instance", config.instance]
-        argv += ["--cgroup-name", config.cgroup_name, "--uid-base", str(self._block.base), "--keep-fd", str(self._block.descriptor)]
+        argv += [
+            "--cgroup-name",
+            config.cgroup_name,
+            "--uid-base",
+            str(self._block.base),
+            "--keep-fd",
+            str(self._block.descriptor),
+        ]
         await start_detached(
             argv, log_path=str(config.log_file), descriptors=(self._block.descriptor,), timeout_s=_START_S
         )

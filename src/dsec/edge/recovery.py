@@ -90,7 +90,7 @@ async def kill_strays(cgroups: Cgroups, keep: set[int]) -> None:
 
 def _box_of(sandboxes: Sandboxes, memory: Kept, listed: Listed) -> Box:
     box = Box(memory.record, None, None, patient=False)
-    box.pid, box.slot, box.cpu_base_us = listed.pid, listed.slot, memory.cpu_base_us
+    box.pid, box.slot = listed.pid, listed.slot
     sandboxes.boxes[box.id] = box
     sandboxes.attach(box, listed.channel, listed.pidfd)
     return box

@@ -88,7 +88,7 @@ class Sandboxes:
 
     def kept(self) -> list[Kept]:
         """What the journal has to hold now."""
-        living = [Kept(b.life.record, b.slot, b.cpu_base_us) for b in self.boxes.values() if b.stage is Stage.LIVE]
+        living = [Kept(b.life.record, b.slot) for b in self.boxes.values() if b.stage is Stage.LIVE]
         return living + [Kept(record) for record in self.unacknowledged.values()]
 
     def committed(self, ids: list[str]) -> None:
@@ -232,7 +232,6 @@ class Sandboxes:
         self.starting -= 1
         box.pid = result.pid
         box.slot = result.slot
-        box.cpu_base_us = self._cgroups.cpu_us(result.slot)
         self.attach(box, result.channel, result.pidfd)
         self.act(box, box.life.started(now, epoch=self.epoch))
         if box.life.record.state is not State.RUNNING:
@@ -261,7 +260,7 @@ class Sandboxes:
         record = box.snapshot()
         if record.state.ended:
             self.unacknowledged[record.id] = record
-        self._journal.put(record, slot=box.slot, cpu_base_us=box.cpu_base_us)
+        self._journal.put(record, slot=box.slot)
         data: dict[str, Any] = {} if record.reason is None else {"reason": record.reason.value}
         self._publisher.put((record, event or f"sandbox.{record.state.value}", data))
         self._plan_turn()

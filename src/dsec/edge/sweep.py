@@ -37,11 +37,17 @@ def sweep(
 ) -> list[str]:
     """Reclaim every dead instance but `keep` and return their names. Blocks for up to seconds for each that has something left."""
     launchers: dict[str, list[int]] = {}
+    elsewhere: set[str] = set()
     for instance, pid in _launchers():
-        launchers.setdefault(instance, []).append(pid)
+        if _shares_our_files(pid):
+            launchers.setdefault(instance, []).append(pid)
+        else:
+            elsewhere.add(instance)
     names = {entry.name for entry in run_root.iterdir() if entry.is_dir()} if run_root.is_dir() else set()
     found = sorted(
-        name for name in (names | instances(hierarchies) | launchers.keys()) - {keep} if _INSTANCE.fullmatch(name)
+        name
+        for name in (names | instances(hierarchies) | launchers.keys()) - {keep} - elsewhere
+        if _INSTANCE.fullmatch(name)
     )
     return [name for name in found if _sweep_one(hierarchies, run_root / name, launchers.get(name, []), grace_s)]
 
@@ -64,6 +70,15 @@ def _sweep_one(hierarchies: Hierarchies, run_dir: Path, launchers: list[int], gr
         return True
     finally:
         lock.close()
+
+
+def _shares_our_files(pid: int) -> bool:
+    """Whether the process sees the same files as we do; if not, its instance's lock is not where we look, and proves nothing."""
+    try:
+        same_mounts = os.path.samestat(Path(f"/proc/{pid}/ns/mnt").stat(), Path("/proc/self/ns/mnt").stat())
+        return same_mounts and os.path.samestat(Path(f"/proc/{pid}/root").stat(), Path("/").stat())
+    except OSError:
+        return False
 
 
 def _launchers() -> Iterator[tuple[str, int]]:

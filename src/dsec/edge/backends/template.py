@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Final
@@ -23,21 +24,28 @@ async def disk_template(folder: Path, disk_bytes: int) -> Path:
     if disk_bytes < _MIN_BYTES:
         raise InvalidRequest(f"disk must be at least {_MIN_BYTES >> 20} MiB, not {disk_bytes} bytes")
     path = folder / f"ext4-{disk_bytes}.img"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f".{path.name}.{os.getpid()}"
-    try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fresh = await asyncio.to_thread(_sparse, path, disk_bytes)
+    if fresh is not None:
         try:
-            os.ftruncate(descriptor, disk_bytes)
+            await _mkfs(fresh)
+            await asyncio.to_thread(fresh.rename, path)
         finally:
-            os.close(descriptor)
-        await _mkfs(fresh)
-        fresh.rename(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+            await asyncio.to_thread(fresh.unlink, missing_ok=True)
     return path
+
+
+def _sparse(path: Path, size: int) -> Path | None:
+    """A new sparse file beside `path` under a name of this process, or None if `path` is there."""
+    if path.exists():
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+    return fresh
 
 
 async def _mkfs(path: Path) -> None:
