@@ -150,8 +150,8 @@ async def _serve(paths: Paths, tcp: socket.socket, report: int | None, *, as_jso
 
     ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, _end, ending, number)
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(name, _end, ending, name)
     async with composed(paths) as parts:
         async with ApiServer(parts.service, socket_path=paths.api_socket, tcp=tcp):
             # What was made while starting lives on: the collector need not look at it again.

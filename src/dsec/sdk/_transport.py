@@ -11,8 +11,7 @@ import asyncio
 import io
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsec.api.errors import ConnectionFailed, DeadlineExceeded, DsecError, OutcomeUnknown
@@ -40,7 +39,7 @@ _LARGE_BYTES = 1 << 20
 def lost_errors(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
     """What is raised when a connection is not there or breaks, and `more`, for an `except` clause; aiohttp's own only if it was ever imported."""
     aiohttp = sys.modules.get("aiohttp")
-    ours = (LostError, NotConnectedError, ConnectionResetError, *more)
+    ours: tuple[type[BaseException], ...] = (LostError, NotConnectedError, ConnectionResetError, *more)
     return ours if aiohttp is None else (*ours, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 
 
@@ -108,6 +107,7 @@ class Transport:
             await asyncio.wait(self._cleanups, timeout=CLEANUP_S)
         if self._pool is not None:
             self._pool.close()
+            self._pool = None
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -174,14 +174,15 @@ class Transport:
             self._answered = self._answered or not isinstance(error, ConnectionFailed)
             raise
 
-    @asynccontextmanager
-    async def stream(
-        self, call: Call[Any], *, data: Any = None, timeout: float | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a call whose answer (or body, `data`) is streamed. The connection is retried, the stream itself is not.
+    def stream(self, call: Call[Any], *, data: Any = None, timeout: float | None = None) -> Stream:
+        """A call whose answer (or body, `data`) is streamed, for `async with`. The connection is retried, the stream itself is not.
 
         `timeout` bounds the time until the answer's head.
         """
+        return Stream(self, call, data, timeout)
+
+    async def open_stream(self, call: Call[Any], data: Any, timeout: float | None) -> aiohttp.ClientResponse:
+        """Make the call and return its answer with the body unread."""
 
         async def attempt() -> aiohttp.ClientResponse:
             headers = call.headers
@@ -195,12 +196,7 @@ class Transport:
                     raise _calls.error_of(answer.status, answer.content_type, await answer.read())
             return answer
 
-        answer = await self._retrying(call, attempt, timeout)
-        try:
-            yield answer
-        finally:
-            # Not `release`: that would keep a connection whose stream was left half-read.
-            answer.close()
+        return await self._retrying(call, attempt, timeout)
 
     async def websocket(self, target: str, *, timeout: float | None = None) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket, retrying the connection as `call` does."""
@@ -244,6 +240,23 @@ class Transport:
     def answered(self) -> bool:
         """Whether this server ever answered this client."""
         return self._answered
+
+
+class Stream:
+    """An open streamed answer. Leaving it ends the connection: keeping it would keep a stream that was left half-read."""
+
+    def __init__(self, transport: Transport, call: Call[Any], data: Any, timeout: float | None) -> None:
+        self._transport = transport
+        self._opening = (call, data, timeout)
+        self._answer: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        self._answer = await self._transport.open_stream(*self._opening)
+        return self._answer
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._answer is not None:
+            self._answer.close()
 
 
 class Retry:

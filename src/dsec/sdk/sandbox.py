@@ -328,7 +328,8 @@ def _exec_request(
     request_id: str | None,
 ) -> t.ExecRequest:
     is_shell = isinstance(command, str)
-    if not is_shell and not (isinstance(command, list | tuple) and command):
+    is_argv = isinstance(command, list | tuple) and command and all(isinstance(word, str) for word in command)
+    if not is_shell and not is_argv:
         raise InvalidRequest('a command is text for the shell, or a list of words such as ["ls", "-l"]')
     return t.ExecRequest(
         argv=() if is_shell else tuple(command),
@@ -374,6 +375,10 @@ async def _feed(process: AsyncProcess, stdin: AsyncIterator[bytes]) -> None:
         await process.close_stdin()
     except DsecError:
         return
+    except Exception:
+        # The input cannot be read: the command would wait for the rest for ever.
+        await process.kill()
+        raise
 
 
 def _timed_out(sandbox_id: str, timeout: float | None, result: ExecResult) -> ExecTimeout:

@@ -78,7 +78,7 @@ class Process:
     def response(self) -> t.ExecResponse:
         code = self.child.returncode or 0
         reason = "timeout" if self.timed_out else "signal" if code < 0 else "exit"
-        parts = {}
+        parts: dict[str, Any] = {}
         for channel, name in ((1, "stdout"), (2, "stderr")):
             data, limit = bytes(self.output[channel]), int(self.request.output_limit)
             parts[f"{name}_total"] = len(data)
@@ -183,7 +183,9 @@ class ReferenceServer:
         except OSError as error:
             raised = _file_error(error)
             return web.Response(
-                body=msgspec.msgpack.encode(raised.body()), status=raised.http_status, content_type="application/msgpack"
+                body=msgspec.msgpack.encode(raised.body()),
+                status=raised.http_status,
+                content_type="application/msgpack",
             )
         for prefix, left in self.faults.items():
             if left > 0 and f"{request.method} {request.path}".startswith(prefix):
@@ -228,7 +230,9 @@ class ReferenceServer:
         self.boxes[box_id] = Box(record, folder, spec.env)
         self.by_request.setdefault(spec.request_id or "", []).append(box_id)
         self.events.append(
-            t.Event(seq=len(self.events) + 1, time=time.time(), type="sandbox.running", project="default", sandbox_id=box_id)
+            t.Event(
+                seq=len(self.events) + 1, time=time.time(), type="sandbox.running", project="default", sandbox_id=box_id
+            )
         )
         return record
 
@@ -272,17 +276,23 @@ class ReferenceServer:
         asked = msgspec.msgpack.decode(await request.read(), type=t.StopRequest)
         ids = list(asked.ids) + self.by_request.get(asked.request_id or "-", [])
         if asked.labels:
-            ids += [item.record.id for item in self.boxes.values() if asked.labels.items() <= item.record.labels.items()]
+            ids += [
+                item.record.id for item in self.boxes.values() if asked.labels.items() <= item.record.labels.items()
+            ]
         return _pack(t.StopResponse(results=[self._stop(box_id) for box_id in ids]))
 
     async def list(self, request: web.Request) -> web.Response:
         labels = dict(text.split("=", 1) for text in request.query.getall("label", []))
-        state, limit, start = request.query.get("state"), int(request.query["limit"]), int(request.query.get("cursor", 0))
+        state, limit, start = (
+            request.query.get("state"),
+            int(request.query["limit"]),
+            int(request.query.get("cursor", 0)),
+        )
         found = [
             item.record
             for item in reversed(self.boxes.values())
             if labels.items() <= item.record.labels.items()
-            and (state == "all" or item.record.state == state or (state is None and not item.record.state.ended))
+            and (state in ("all", str(item.record.state)) or (state is None and not item.record.state.ended))
         ]
         more = str(start + limit) if len(found) > start + limit else None
         return _pack(t.SandboxPage(items=found[start : start + limit], next_cursor=more))
@@ -293,7 +303,11 @@ class ReferenceServer:
     async def patch(self, request: web.Request) -> web.Response:
         box = self._box(request)
         update = msgspec.msgpack.decode(await request.read(), type=t.TimeoutUpdate)
-        changes = {name: value for name in ("idle_timeout", "max_lifetime") if (value := getattr(update, name)) is not msgspec.UNSET}
+        changes = {
+            name: value
+            for name in ("idle_timeout", "max_lifetime")
+            if (value := getattr(update, name)) is not msgspec.UNSET
+        }
         box.record = msgspec.structs.replace(box.record, **changes)
         return _pack(box.record)
 
@@ -391,7 +405,9 @@ class ReferenceServer:
         await asyncio.wait([pump])
         return socket
 
-    async def _pump(self, socket: web.WebSocketResponse, process: Process, position: dict[int, int], *, follow: bool) -> None:
+    async def _pump(
+        self, socket: web.WebSocketResponse, process: Process, position: dict[int, int], *, follow: bool
+    ) -> None:
         sent = 0
         while True:
             ended = process.done.done()
@@ -453,7 +469,12 @@ class ReferenceServer:
 
     def _entry(self, path: Path, box: Box) -> t.FileEntry:
         info = path.lstat()
-        kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"), (stat.S_ISREG, "file"), (stat.S_ISFIFO, "fifo"))
+        kinds = (
+            (stat.S_ISDIR, "directory"),
+            (stat.S_ISLNK, "symlink"),
+            (stat.S_ISREG, "file"),
+            (stat.S_ISFIFO, "fifo"),
+        )
         raw, full = os.fsencode(path.name), b"/" + os.fsencode(path.relative_to(box.folder))
         return t.FileEntry(
             name=raw.decode("utf-8", "replace"),
@@ -580,5 +601,3 @@ async def serve(server: ReferenceServer, socket: Path) -> AsyncIterator[None]:
                 process.kill(signal.SIGKILL)
                 await asyncio.wait([process.done], timeout=5)
         await runner.cleanup()
-
-
