@@ -317,6 +317,12 @@ impl Agent {
 
     /// The process's stdin is closed: ends the streams that feed it.
     pub fn end_stdin_streams(&mut self, key: u64) {
+        // Those whose start is not confirmed yet get their last message with the pid.
+        let early = self
+            .table
+            .get(key)
+            .map(|p| p.waiters.clone())
+            .unwrap_or_default();
         let ended: Vec<(u32, Option<u64>)> = self
             .streams
             .iter()
@@ -324,7 +330,9 @@ impl Agent {
                 Kind::Stdin { proc, written, .. } if proc == key => {
                     Some((id, s.fin.then_some(written)))
                 }
-                Kind::Start { proc, written } if proc == key => Some((id, Some(written))),
+                Kind::Start { proc, written } if proc == key && !early.contains(&id) => {
+                    Some((id, Some(written)))
+                }
                 _ => None,
             })
             .collect();

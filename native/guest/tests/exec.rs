@@ -449,3 +449,190 @@ fn environment_users_and_descriptors() {
         b"CapBnd:\t00000000a80425fb\n"
     );
 }
+
+#[test]
+fn a_start_whose_stdin_ends_at_once_still_tells_its_pid() {
+    let mut guest = Guest::start();
+    let request = [
+        ("m", Value::Str("exec")),
+        ("id", Value::Str("c")),
+        ("argv", words(&["cat"])),
+        ("stdin", Value::Bool(true)),
+        ("start", Value::Bool(true)),
+    ];
+    let stream = guest.open(&request, true);
+    let got = guest.next_frame(stream);
+    assert!(
+        got.fin && Value::decode(&got.payload).unwrap().get("pid").is_some(),
+        "{got:?}"
+    );
+    let wait = guest.open(&[("m", Value::Str("wait")), ("id", Value::Str("c"))], true);
+    assert_eq!(guest.collect(wait).exit, Some(0));
+    let late = guest.open(
+        &[("m", Value::Str("stdin")), ("id", Value::Str("c"))],
+        false,
+    );
+    assert_eq!(guest.collect(late).error.as_deref(), Some("bad_state"));
+}
+
+#[test]
+fn a_stdin_stream_resumes_by_offset() {
+    let mut guest = Guest::start();
+    let request = [
+        ("m", Value::Str("exec")),
+        ("id", Value::Str("c")),
+        ("argv", words(&["cat"])),
+        ("stdin", Value::Bool(true)),
+        ("start", Value::Bool(true)),
+    ];
+    let stream = guest.open(&request, false);
+    assert!(!guest.next_frame(stream).fin);
+    guest.send(stream, frame::DATA, b"0123456789");
+    assert_eq!(guest.next_frame(stream).kind, frame::CREDIT);
+    guest.send(stream, frame::RESET, b"\x80");
+    let beyond = guest.open(
+        &[
+            ("m", Value::Str("stdin")),
+            ("id", Value::Str("c")),
+            ("offset", Value::UInt(11)),
+        ],
+        false,
+    );
+    assert_eq!(guest.collect(beyond).error.as_deref(), Some("bad_state"));
+    let again = guest.open(
+        &[
+            ("m", Value::Str("stdin")),
+            ("id", Value::Str("c")),
+            ("offset", Value::UInt(5)),
+        ],
+        false,
+    );
+    guest.send(again, frame::DATA | frame::FIN, b"56789abc");
+    let raw = guest.collect(again).raw;
+    assert_eq!(
+        Value::decode(&raw).unwrap().get("written"),
+        Some(&Value::UInt(8))
+    );
+    let output = guest.open(
+        &[
+            ("m", Value::Str("output")),
+            ("id", Value::Str("c")),
+            ("follow", Value::Bool(true)),
+        ],
+        true,
+    );
+    assert_eq!(guest.collect(output).out, b"0123456789abc");
+}
+
+#[test]
+fn endless_output_costs_bounded_memory_and_others_go_on() {
+    let mut guest = Guest::start();
+    let yes = [
+        ("m", Value::Str("exec")),
+        ("id", Value::Str("y")),
+        ("argv", words(&["yes"])),
+        ("start", Value::Bool(true)),
+    ];
+    let stream = guest.open(&yes, true);
+    assert!(guest.next_frame(stream).fin);
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
+    while std::time::Instant::now() < until {
+        assert_eq!(guest.shell("echo on").out, b"on\n");
+    }
+    let peak = guest.status_kib("VmHWM");
+    let output = guest.open(
+        &[("m", Value::Str("output")), ("id", Value::Str("y"))],
+        true,
+    );
+    let got = guest.collect(output);
+    assert!(got.out.len() > 10_000_000 && got.out.iter().all(|b| matches!(b, b'y' | b'\n')));
+    // 10 MiB are kept; while the tail grows it is held twice for a moment only if it must move.
+    assert!(peak < 13 << 10, "{peak} KiB");
+}
+
+#[test]
+fn scripts_and_broken_interpreters() {
+    use std::os::unix::fs::PermissionsExt;
+    let mut guest = Guest::start();
+    let path = std::env::temp_dir().join(format!("dsec-script-{}", std::process::id()));
+    let text = path.to_str().unwrap();
+    let mut run = |content: &str, mode: u32| {
+        std::fs::write(&path, content).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        guest.exec(&[("argv", words(&[text, "arg"]))])
+    };
+    assert_eq!(run("echo plain $1\n", 0o755).out, b"plain arg\n");
+    assert_eq!(
+        run("#!/no/interpreter\n", 0o755).error.as_deref(),
+        Some("exec_failed")
+    );
+    assert_eq!(
+        run("#!/bin/sh\n", 0o644).error.as_deref(),
+        Some("permission")
+    );
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn random_requests_do_not_hurt() {
+    let mut guest = Guest::start();
+    let mut seed = 42u64;
+    let mut next = move || {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed
+    };
+    let keys = [
+        "m",
+        "id",
+        "op",
+        "path",
+        "argv",
+        "env",
+        "cap",
+        "sig",
+        "pid",
+        "offset",
+        "since_out",
+        "follow",
+        "timeout_ms",
+        "tree",
+    ];
+    let methods = [
+        "exec", "output", "stdin", "signal", "wait", "ps", "usage", "file", "config", "x",
+    ];
+    for n in 0..3000u32 {
+        let mut request = vec![("m", Value::Str(methods[next() as usize % methods.len()]))];
+        for _ in 0..next() % 5 {
+            let value = match next() % 7 {
+                0 => Value::Nil,
+                1 => Value::UInt(next() >> (next() % 64)),
+                2 => Value::Int(-1),
+                3 => Value::Bin(b"\xff\x00"),
+                4 => Value::Array(vec![Value::Array(vec![]); 3]),
+                5 => Value::Map(vec![(Value::Nil, Value::Nil)]),
+                _ => Value::Str("/nothing"),
+            };
+            request.push((keys[next() as usize % keys.len()], value));
+        }
+        let stream = guest.open(&request, next() % 2 == 0);
+        if next() % 3 == 0 {
+            guest.send(
+                stream,
+                [
+                    frame::DATA,
+                    frame::RESET,
+                    frame::CREDIT,
+                    frame::MSG | frame::FIN,
+                ][next() as usize % 4],
+                &n.to_le_bytes(),
+            );
+        }
+        while guest
+            .frame_within(stream, std::time::Duration::ZERO)
+            .is_some()
+        {}
+    }
+    assert_eq!(guest.shell("echo alive").out, b"alive\n");
+}

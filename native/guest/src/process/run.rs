@@ -395,7 +395,7 @@ impl Agent {
             if !is_exec {
                 let result = proc.result(&ending, None);
                 self.finish(stream, &result);
-            } else if kept <= INLINE {
+            } else if kept <= INLINE && !self.channel.is_full() {
                 let [out, err] = [&proc.outs[0].ring, &proc.outs[1].ring].map(Ring::to_vec);
                 let result = proc.result(&ending, Some([&out, &err]));
                 self.finish(stream, &result);

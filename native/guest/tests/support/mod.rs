@@ -238,6 +238,19 @@ impl Guest {
         self.collect(stream)
     }
 
+    /// Opens an exec of a shell text without waiting for it.
+    pub fn open_shell(&mut self, text: &str) -> u32 {
+        let id = format!("p{}", self.next);
+        self.open(
+            &[
+                ("m", Value::Str("exec")),
+                ("id", Value::Str(&id)),
+                ("shell", Value::Bin(text.as_bytes())),
+            ],
+            true,
+        )
+    }
+
     pub fn shell(&mut self, text: &str) -> Done {
         self.exec(&[("shell", Value::Bin(text.as_bytes()))])
     }
