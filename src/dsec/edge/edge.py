@@ -75,6 +75,8 @@ class Edge:
         self._tokens = TokenKey(config.token_key)
         self._layers: dict[str, str] = {}
         self._projects: set[str] = set()
+        self.give_up_flushing_after_s = 10.0
+        """At the end, the store is waited for so long; what it has not taken by then the next edge tells it."""
         # Steady: a step of the wall clock neither ends a sandbox early nor lets it live on.
         self._clock_base = time.time() - time.monotonic()
 
@@ -311,7 +313,7 @@ class Edge:
 
     async def _flush(self) -> None:
         try:
-            await self._publisher.flushed(timeout_s=10.0)
+            await self._publisher.flushed(timeout_s=self.give_up_flushing_after_s)
         except TimeoutError:
             log.warning("the store has not taken all changes; the journal tells the next edge")
 

@@ -33,9 +33,17 @@ _DIE_S: Final = 5.0
 
 
 def sweep(
-    hierarchies: Hierarchies, *, keep: str | None = None, grace_s: float = RESTART_GRACE_S, run_root: Path = RUN_ROOT
+    hierarchies: Hierarchies,
+    *,
+    keep: str | None = None,
+    only: str | None = None,
+    grace_s: float = RESTART_GRACE_S,
+    run_root: Path = RUN_ROOT,
 ) -> list[str]:
-    """Reclaim every dead instance but `keep` and return their names. Blocks for up to seconds for each that has something left."""
+    """Reclaim every dead instance but `keep` (or `only` that one) and return their names.
+
+    Blocks for up to seconds for each that has something left.
+    """
     launchers: dict[str, list[int]] = {}
     elsewhere: set[str] = set()
     for instance, pid in _launchers():
@@ -47,7 +55,7 @@ def sweep(
     found = sorted(
         name
         for name in (names | instances(hierarchies) | launchers.keys()) - {keep} - elsewhere
-        if _INSTANCE.fullmatch(name)
+        if _INSTANCE.fullmatch(name) and only in (None, name)
     )
     return [name for name in found if _sweep_one(hierarchies, run_root / name, launchers.get(name, []), grace_s)]
 
