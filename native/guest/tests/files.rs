@@ -270,7 +270,7 @@ fn distinct_errors_and_no_hangs() {
             "write",
             &dir.at("d/u"),
             b"x",
-            &[user.clone()]
+            std::slice::from_ref(&user)
         )),
         "permission"
     );

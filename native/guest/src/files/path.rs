@@ -73,7 +73,7 @@ impl Root {
     }
 
     pub fn open_path(&self, path: &[u8], flags: u32, mode: u32) -> Result<Fd> {
-        fs::openat2(self.fd.raw(), &*c_path(path)?, flags, mode, self.resolve)
+        fs::openat2(self.fd.raw(), &c_path(path)?, flags, mode, self.resolve)
     }
 
     pub fn open_dir(&self, path: &[u8]) -> Result<Fd> {
@@ -131,7 +131,7 @@ impl Root {
                     let last = path[end..].iter().all(|b| *b == b'/');
                     match fs::mkdirat(
                         dir.raw(),
-                        &*c_path(&path[start..end])?,
+                        &c_path(&path[start..end])?,
                         if last { mode } else { 0o755 },
                     ) {
                         // A link that leads nowhere also "exists"; opening it will tell.

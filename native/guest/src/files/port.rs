@@ -37,7 +37,7 @@ impl Port {
     }
 
     /// The next piece of the opener's data; None after its FIN.
-    pub fn next(&mut self) -> Option<&[u8]> {
+    pub fn receive(&mut self) -> Option<&[u8]> {
         if self.finished {
             return None;
         }

@@ -22,7 +22,7 @@ pub fn open_dir_at(dir: i32, name: &[u8]) -> Result<Fd> {
     let flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_NONBLOCK;
     fs::openat2(
         dir,
-        &*c_path(name)?,
+        &c_path(name)?,
         flags,
         0,
         RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,

@@ -105,7 +105,7 @@ pub fn write_all(fd: i32, mut bytes: &[u8]) -> Result<()> {
 
 fn copy_in(port: &mut Port, fd: i32) -> Result<u64> {
     let mut size = 0;
-    while let Some(piece) = port.next() {
+    while let Some(piece) = port.receive() {
         write_all(fd, piece)?;
         size += piece.len() as u64;
     }

@@ -172,8 +172,7 @@ pub fn link_open_file(fd: i32, to: i32, new: &CStr) -> Result<()> {
 }
 
 pub fn readlinkat(dir: i32, path: &CStr) -> Result<Vec<u8>> {
-    let mut buf = Vec::new();
-    buf.resize(4096, 0);
+    let mut buf = alloc::vec![0u8; 4096];
     let n = call!(
         nr::READLINKAT,
         dir as isize,

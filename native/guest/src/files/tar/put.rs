@@ -28,7 +28,7 @@ impl Source<'_> {
     /// Up to `limit` bytes; empty at the end.
     fn some(&mut self, limit: usize) -> &[u8] {
         while self.at == self.buf.len() {
-            match self.port.next() {
+            match self.port.receive() {
                 Some(piece) => {
                     self.buf.clear();
                     self.buf.extend_from_slice(piece);
@@ -217,7 +217,7 @@ impl Unpack<'_> {
             b'0' | b'7' => return self.file(meta, &name, &place),
             b'5' => self.directory(meta, &name, &place),
             b'2' => replace(&place, || {
-                fs::symlinkat(&*c_path(&meta.link)?, place.dir.raw(), &place.leaf)
+                fs::symlinkat(&c_path(&meta.link)?, place.dir.raw(), &place.leaf)
             }),
             b'6' => replace(&place, || {
                 fs::mkfifoat(place.dir.raw(), &place.leaf, meta.mode)
