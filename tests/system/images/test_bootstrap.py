@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.timing import scaled
 
 from dsec.images import Catalog, Environment, bootstrap_debian
 from dsec.images.apt import host_release
 from dsec.images.bootstrap import usable
 from dsec.paths import Paths
-from tests.support.timing import scaled
 
 pytestmark = [
     pytest.mark.system,
@@ -113,8 +113,11 @@ def test_owners_modes_and_compiled_modules_are_as_packaged(inside: Callable[[str
     assert inside(code) == [42, 0o640, 0o1777, True]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-@pytest.mark.parametrize("at", ["downloading packages", "installing the essential packages"])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [(signal.SIGKILL, "installing the essential packages"), (signal.SIGINT, "downloading packages")],
+    ids=["killed", "interrupted"],
+)
 @pytest.mark.slow
 def test_interrupted_it_leaves_nothing(tmp_path: Path, how: signal.Signals, at: str) -> None:
     images_dir = tmp_path / "images"
