@@ -126,7 +126,7 @@ class Transport:
 
     async def _once(self, call: Call[Any]) -> bytes:
         headers = call.headers
-        if call.body is not None and "Content-Type" not in headers and call.decoder is not None:
+        if call.body is not None and "Content-Type" not in headers:
             headers = {**headers, "Content-Type": _calls.MSGPACK}
         if self._is_plain and (call.body is None or len(call.body) <= _LARGE_BYTES):
             if self._pool is None:
