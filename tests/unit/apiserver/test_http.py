@@ -338,7 +338,7 @@ async def test_exec_stdin_and_large_output(plane: Plane, size: int) -> None:
         ({"argv": ["a"], "command": "b"}, 400, "invalid_request"),
         ({"argv": ["a\0"]}, 400, "invalid_request"),
         ({"argv": [""]}, 400, "command_not_started"),
-        ({"argv": ["a"], "cwd": "x"}, 400, "invalid_path"),
+        ({"argv": ["a"], "cwd": "x"}, 400, "invalid_request"),
         ({"argv": ["a"], "pty": [1, 2]}, 422, "unsupported"),
         ({"argv": ["a"], "timeout": 0}, 400, "invalid_request"),
         ({"argv": ["a"], "output_limit": "1GiB"}, 400, "invalid_request"),

@@ -54,7 +54,7 @@ def check_create(request: CreateSandbox) -> None:
         )
     check_user(request.user)
     if request.workdir is not None:
-        _absolute("workdir", request.workdir)
+        check_absolute("workdir", request.workdir)
     check_env(request.env)
     check_labels(request.labels)
     _name("job", request.job)
@@ -200,7 +200,8 @@ def _name(name: str, value: str | None) -> None:
         raise InvalidRequest(f"{name} must have 1 to {MAX_NAME_CHARS} printable characters")
 
 
-def _absolute(name: str, value: str) -> None:
+def check_absolute(name: str, value: str) -> None:
+    """Check a directory that commands start in. Raises InvalidRequest."""
     if not value.startswith("/") or "\0" in value or len(value.encode()) > MAX_PATH_BYTES:
         raise InvalidRequest(f"{name} must be an absolute path of at most {MAX_PATH_BYTES} bytes without NUL")
 

@@ -265,7 +265,7 @@ def _check_exec(request: ExecRequest) -> None:
     if request.argv and not request.argv[0]:
         raise CommandNotStarted("the program's name is empty")
     if request.cwd is not None:
-        checks.check_path(request.cwd.encode(), name="cwd")
+        checks.check_absolute("cwd", request.cwd)
     if request.env:
         checks.check_env(request.env)
     checks.check_user(request.user)
