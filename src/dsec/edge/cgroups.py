@@ -107,9 +107,9 @@ class Cgroups:
         """Slots with groups that are not in `keep`."""
         found = []
         with suppress(OSError):
-            for entry in os.scandir(self._unified):
-                number = entry.name[1:]
-                if entry.name.startswith("s") and number.isdecimal() and int(number) not in keep:
+            for name in _names(Path(self._unified)):
+                number = name[1:]
+                if name.startswith("s") and number.isdecimal() and int(number) not in keep:
                     found.append(int(number))
         return found
 
@@ -139,7 +139,7 @@ def instances(hierarchies: Hierarchies) -> set[str]:
     found: set[str] = set()
     for root in hierarchies.roots():
         with suppress(OSError):
-            found |= {entry.name.removeprefix(PREFIX) for entry in os.scandir(root) if entry.name.startswith(PREFIX)}
+            found |= {name.removeprefix(PREFIX) for name in _names(root) if name.startswith(PREFIX)}
     return found
 
 
@@ -156,9 +156,9 @@ def _remove(folder: Path, deadline: float) -> bool:
 def _remove_once(folder: Path) -> None:
     # Depth first; v1 has no cgroup.kill, but every process of ours is in a cgroup2 group too and was killed there.
     with suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                _remove_once(Path(entry.path))
+        for entry in list(folder.iterdir()):
+            if entry.is_dir():
+                _remove_once(entry)
     with suppress(OSError):
         folder.rmdir()
 
@@ -171,6 +171,10 @@ def _ticks(pid: int) -> int:
         return 0
     # The name may hold anything, also spaces and brackets.
     return sum(int(word) for word in text[text.rindex(")") + 2 :].split()[11:15])
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()]
 
 
 def _number(path: Path) -> int:

@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -89,17 +88,24 @@ def _shares_our_files(pid: int) -> bool:
         return False
 
 
-def _launchers() -> Iterator[tuple[str, int]]:
+def _launchers() -> list[tuple[str, int]]:
     """Launchers on this host, as (instance, pid)."""
-    for entry in os.scandir("/proc"):
+    found = []
+    for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
-            words = (Path(entry.path) / "cmdline").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if len(words) > 2 and words[0].endswith(b"dsec-launch") and words[1] == b"serve" and b"--instance" in words:
-            yield os.fsdecode(words[words.index(b"--instance") + 1]), int(entry.name)
+        if (
+            len(words) > 2
+            and words[0].endswith(b"dsec-launch")
+            and words[1] == b"serve"
+            and b"--instance" in words[:-1]
+        ):
+            found.append((os.fsdecode(words[words.index(b"--instance") + 1]), int(entry.name)))
+    return found
 
 
 def _end(pid: int) -> None:

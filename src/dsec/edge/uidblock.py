@@ -18,8 +18,8 @@ from dsec.api.errors import NoCapacity
 
 BLOCK_IDS: Final = 1 << 28
 """4,096 slots of 65,536 ids each."""
-_BLOCKS: Final = range(1, 16)
-"""Block 0 holds the host's own users; 32-bit ids end with block 15."""
+_BLOCKS: Final = range(1, 15)
+"""Block 0 holds the host's own users; the last one ends with the id that means "no id"."""
 _PIDFD_GETFD: Final = 438
 """Number of the system call, the same on all architectures; Python has no name for it."""
 
@@ -42,7 +42,7 @@ class UidBlock:
 
     @classmethod
     def claim(cls, folder: Path) -> Self:
-        """Claim a free block. Raises NoCapacity when fifteen instances hold them all."""
+        """Claim a free block. Raises NoCapacity when as many instances hold them all."""
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         for number in _BLOCKS:
             descriptor = os.open(folder / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

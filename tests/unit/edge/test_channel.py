@@ -7,12 +7,12 @@ import os
 from collections.abc import Awaitable
 
 import pytest
+from tests.unit.edge.peer import channel_and_peer, gone, until
 
 from dsec.api import wire
 from dsec.api.dataplane import Data, GuestReset, Message
 from dsec.api.errors import Conflict, InternalError, InvalidRequest, NoCapacity, SandboxGone
 from dsec.edge.channel import MAX_STREAMS, Stream
-from tests.unit.edge.peer import channel_and_peer, gone, until
 
 
 async def test_calls_get_their_own_answers_in_any_order() -> None:
