@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 
 from dsec.api.errors import DeadlineExceeded, PermissionDenied
 from dsec.cli import output
-from dsec.cli.instance import announced, find
+from dsec.cli.instance import find
 from dsec.paths import Paths
 
 _END_S = 120.0
@@ -61,6 +62,6 @@ async def _end_leftovers(paths: Paths) -> None:
     """Take the sandboxes over as the next daemon would, and end them: so their records are right, too."""
     from dsec.cli.compose import composed
 
-    with announced(paths):
-        async with composed(paths) as parts:
-            await parts.edge.drain()
+    async with composed(paths) as parts:
+        await parts.edge.drain()
+    await asyncio.to_thread(shutil.rmtree, paths.run_dir, ignore_errors=True)

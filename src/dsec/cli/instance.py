@@ -1,23 +1,15 @@
-"""The one daemon of a home: its pid and TCP port, and finding it. The lock itself is the edge's."""
+"""The one daemon of a home: finding it by the lock that its edge holds, and its TCP port."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from dsec.api.errors import Conflict, PermissionDenied
 from dsec.paths import Paths
-
-
-def pid_file(paths: Paths) -> Path:
-    """Holds the living daemon's pid; means nothing unless the lock is held."""
-    return paths.run_dir / "daemon.pid"
 
 
 def port_file(paths: Paths) -> Path:
@@ -25,20 +17,12 @@ def port_file(paths: Paths) -> Path:
     return paths.run_dir / "api.port"
 
 
-@contextmanager
-def announced(paths: Paths) -> Iterator[None]:
-    """Keep this process's pid on file. Raises Conflict if another daemon serves the home."""
+def refuse_second(paths: Paths) -> None:
+    """Raise Conflict if a daemon serves the home. The edge's lock decides; this says it sooner and better."""
     other = find(paths)
     if other is not None:
         other.close()
         raise Conflict(f"a daemon (pid {other.pid}) already serves {paths.home}: use it, or stop it with `dsec down`")
-    paths.run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-    pid_file(paths).write_text(f"{os.getpid()}\n", encoding="ascii")
-    try:
-        yield
-    finally:
-        for path in (pid_file(paths), port_file(paths)):
-            path.unlink(missing_ok=True)
 
 
 class Daemon:
@@ -65,28 +49,18 @@ class Daemon:
 
 
 def find(paths: Paths) -> Daemon | None:
-    """The daemon that serves the home, or None. Raises PermissionDenied where that cannot be told."""
-    if not _lock_is_held(paths):
-        return None
+    """The daemon that holds the home's lock, or None. Raises PermissionDenied where that cannot be told."""
     try:
-        pid = int(pid_file(paths).read_text(encoding="ascii"))
-        return Daemon(pid, os.pidfd_open(pid))
-    except (OSError, ValueError):
-        return None  # it is about to begin or to end
-
-
-def _lock_is_held(paths: Paths) -> bool:
-    try:
-        descriptor = os.open(paths.lock_file, os.O_RDWR | os.O_CLOEXEC)
+        info = paths.lock_file.stat()
     except FileNotFoundError:
-        return False
+        return None
     except PermissionError:
         raise PermissionDenied(f"the daemon of {paths.home} belongs to another user: run this as root") from None
-    try:
-        # Shared, so that two who look at the same moment do not take each other for a daemon.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    mark = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+        # 1: FLOCK  ADVISORY  WRITE 4711 00:1c:815 0 EOF
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[3] == "WRITE" and words[5] == mark:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                return Daemon(int(words[4]), os.pidfd_open(int(words[4])))
+    return None

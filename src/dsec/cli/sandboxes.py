@@ -164,6 +164,10 @@ async def _exec(
 
 
 def _command(words: list[str]) -> str | list[str]:
+    if words[0] == "--":  # after a positional argument, the parser leaves it in
+        words = words[1:]
+    if not words:
+        raise InvalidRequest("say which command to run")
     return words[0] if len(words) == 1 else words
 
 

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 from dsec.api.errors import DsecError, ErrorBody, InternalError, PermissionDenied, from_body
 from dsec.cli import output
-from dsec.cli.instance import announced, port_file
+from dsec.cli.instance import port_file, refuse_second
 from dsec.cli.logs import logging_to
 from dsec.paths import Paths
 
@@ -35,7 +36,8 @@ def foreground(port: int | None, *, as_json: bool) -> int:
     report = _take_ready_fd()
     paths = Paths.discover()
     try:
-        with announced(paths), _listening(port) as tcp:
+        refuse_second(paths)
+        with _listening(port) as tcp:
             paths.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             with logging_to(paths.log_file, to_stderr=report is None):
                 _run(paths, tcp, report, as_json=as_json)
@@ -51,6 +53,7 @@ def detached(port: int | None, *, as_json: bool) -> int:
     """Start the daemon in the background and return when it answers."""
     _need_root()
     paths = Paths.discover()
+    refuse_second(paths)
     ours, theirs = os.pipe()
     paths.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "dsec.cli.app", "up", "--foreground"]
@@ -170,8 +173,12 @@ async def _serve(paths: Paths, tcp: socket.socket, report: int | None, *, as_jso
             else:
                 _tell(report, answer)
             number = await ending
+            port_file(paths).unlink(missing_ok=True)
         if number != signal.SIGHUP:
             await parts.edge.drain()
+    if number != signal.SIGHUP:
+        # Sockets, lock, templates: nothing in there outlives the last sandbox.
+        await asyncio.to_thread(shutil.rmtree, paths.run_dir, ignore_errors=True)
 
 
 def _end(ending: asyncio.Future[int], number: int) -> None:
