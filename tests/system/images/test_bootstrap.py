@@ -119,6 +119,7 @@ def test_owners_modes_and_compiled_modules_are_as_packaged(inside: Callable[[str
     ids=["killed", "interrupted"],
 )
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_interrupted_it_leaves_nothing(tmp_path: Path, how: signal.Signals, at: str) -> None:
     images_dir = tmp_path / "images"
     maker = subprocess.Popen(

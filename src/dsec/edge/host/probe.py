@@ -193,7 +193,7 @@ def _seccomp_parts() -> Iterator[Check]:
 
 
 def _limits() -> Iterator[Check]:
-    raising = "`dsec doctor --raise-limits` raises it for the running system"
+    raising = "`dsec doctor --fix` raises it for the running system"
     for name, sysctl, target, reason in (
         ("pid_max", "kernel/pid_max", PID_MAX_TARGET, "64 fork bombs of 512 processes use up 32,768"),
         ("inotify instances", "fs/inotify/max_user_instances", INOTIFY_INSTANCES_TARGET, "one a watching sandbox"),
