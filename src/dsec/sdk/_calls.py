@@ -191,7 +191,12 @@ def write_file(
     target = f"/v1/sandboxes/{sandbox_id}/files{query}"
     # A streamed body is used up by the first try.
     return Call(
-        "PUT", target, _WRITTEN, body, repeatable=not append and body is not None, headers=_key(new_request_id())
+        "PUT",
+        target,
+        _WRITTEN,
+        body,
+        repeatable=not append and body is not None,
+        headers={**_key(new_request_id()), "Content-Type": "application/octet-stream"},
     )
 
 
