@@ -162,9 +162,14 @@ pub fn become_user(
     task::set_groups(&identity.groups).map_err(failed)?;
     task::set_gid(identity.gid).map_err(failed)?;
     task::set_uid(identity.uid).map_err(failed)?;
-    if identity.uid == 0 {
-        task::set_capabilities(keep_caps & 0x1ff_ffff_ffff).map_err(failed)?;
-    }
+    // Joining the namespace gave all capabilities. The kernel drops them only on a change from root's
+    // uid, and the agent's is another: without this, a file child of any user would act as root.
+    let caps = if identity.uid == 0 {
+        keep_caps & 0x1ff_ffff_ffff
+    } else {
+        0
+    };
+    task::set_capabilities(caps).map_err(failed)?;
     task::set_dumpable(false);
     Ok(identity)
 }
