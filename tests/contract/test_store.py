@@ -28,7 +28,9 @@ SPEC = SandboxSpec(
 )
 
 
-def record(name: str, *, created: float = 1.0, project: str = "default", edge: str = "aaaa", **more: object) -> SandboxRecord:
+def record(
+    name: str, *, created: float = 1.0, project: str = "default", edge: str = "aaaa", **more: object
+) -> SandboxRecord:
     fields: dict[str, object] = {
         "id": name,
         "project": project,

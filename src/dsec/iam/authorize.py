@@ -89,7 +89,9 @@ class Authenticator:
     async def authenticate(self, key: str | None) -> Principal:
         """The principal that `key` belongs to. Raises Unauthenticated for a missing, unknown or expired key."""
         if not key:
-            raise Unauthenticated("an API key is missing: send it as 'Authorization: Bearer KEY' (the daemon wrote one to api.key)")
+            raise Unauthenticated(
+                "an API key is missing: send it as 'Authorization: Bearer KEY' (the daemon wrote one to api.key)"
+            )
         cached = self._cache.get(key)
         if cached is None or cached.until < self._now():
             cached = await self._look_up(key)

@@ -85,7 +85,9 @@ def choose(
         return Refusal(error=NoCapacity("no node is up; start one with 'dsec up'", retry_after=_RETRY_S))
     able = [info for info in healthy if request.kind in info.kinds]
     if not able:
-        return Refusal(error=Unsupported(f"no node of this fleet starts sandboxes of kind {request.kind!r}; see GET /v1/nodes"))
+        return Refusal(
+            error=Unsupported(f"no node of this fleet starts sandboxes of kind {request.kind!r}; see GET /v1/nodes")
+        )
     large = [info for info in able if request.cpus <= info.cpus]
     if not large:
         most = max(info.cpus for info in able)

@@ -56,7 +56,9 @@ def upgrade(path: Path, revision: str = HEAD) -> None:
     if present == revision:
         return
     if present is not None and present not in revisions():
-        raise StoreError(f"{path} was written by a newer release of dsec (schema {present}); install that release again")
+        raise StoreError(
+            f"{path} was written by a newer release of dsec (schema {present}); install that release again"
+        )
     import sqlalchemy as sa
     from alembic import command
 

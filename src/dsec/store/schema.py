@@ -118,4 +118,6 @@ events = sa.Table(
     sqlite_autoincrement=True,
 )
 _about_sandbox = events.c.sandbox_id.is_not(None)
-sa.Index("events_sandbox", events.c.sandbox_id, events.c.seq, sqlite_where=_about_sandbox, postgresql_where=_about_sandbox)
+sa.Index(
+    "events_sandbox", events.c.sandbox_id, events.c.seq, sqlite_where=_about_sandbox, postgresql_where=_about_sandbox
+)

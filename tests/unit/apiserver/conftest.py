@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.unit.apiserver.peer import PeerEdge
 
 from dsec.api.errors import ImageError
 from dsec.api.token import TokenKey
@@ -25,7 +26,6 @@ from dsec.images.catalog import Environment
 from dsec.placement import Placer
 from dsec.store import KeyRow, Store, open_store
 from dsec.store.migrate import upgrade
-from tests.unit.apiserver.peer import PeerEdge
 
 TOKEN_KEY = b"k" * 32
 

@@ -288,7 +288,12 @@ class PeerEdge:
         except IsADirectoryError as error:
             stream.fail(GuestReset("is_directory", "is a directory", errno=error.errno, path=str(error.filename)))
         except OSError as error:
-            codes = {errno.ENOTEMPTY: "not_empty", errno.EEXIST: "exists", errno.ENOSPC: "no_space", errno.EACCES: "permission"}
+            codes = {
+                errno.ENOTEMPTY: "not_empty",
+                errno.EEXIST: "exists",
+                errno.ENOSPC: "no_space",
+                errno.EACCES: "permission",
+            }
             stream.fail(GuestReset(codes.get(error.errno or 0, "io"), str(error), errno=error.errno))
 
     async def _do_exec(self, box: Box, stream: Stream, params: Mapping[str, Any]) -> None:
@@ -448,7 +453,9 @@ class PeerEdge:
                 await stream.last(size=len(data))
             case "write":
                 if path.is_dir():
-                    raise GuestReset("is_directory", "is a directory", errno=errno.EISDIR, path=os.fsdecode(params["path"]))
+                    raise GuestReset(
+                        "is_directory", "is a directory", errno=errno.EISDIR, path=os.fsdecode(params["path"])
+                    )
                 if params["parents"]:
                     path.parent.mkdir(parents=True, exist_ok=True)
                 got = b"".join([piece async for piece in stream.input()])

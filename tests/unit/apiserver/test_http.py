@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from tests.unit.apiserver.conftest import Plane
 
 from dsec.api.types import EndReason, ExecResponse
-from tests.unit.apiserver.conftest import Plane
 
 CREATE = "/v1/sandboxes"
 
@@ -96,7 +96,8 @@ async def test_stop_by_labels_and_by_request(plane: Plane) -> None:
     assert len(stopped["results"]) == 3
     stopped = await plane.json("POST", "/v1/sandboxes:stop", json={"request_id": "r-b"})
     assert [r["state"] for r in stopped["results"]] == ["stopped"] * 2
-    for body in ({}, {"ids": ["x"], "request_id": "y"}, {"labels": {}}):
+    bodies: list[dict[str, Any]] = [{}, {"ids": ["x"], "request_id": "y"}, {"labels": {}}]
+    for body in bodies:
         assert (await plane.json("POST", "/v1/sandboxes:stop", status=400, json=body))["code"] == "invalid_request"
 
 
@@ -576,7 +577,11 @@ async def test_the_rest(plane: Plane) -> None:
 
 
 async def test_heads_that_are_no_http_get_an_answer_in_our_form(plane: Plane) -> None:
-    for raw in (b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n"):
+    for raw in (
+        b"NONSENSE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n",
+    ):
         reader, writer = await asyncio.open_unix_connection(str(plane.socket))
         writer.write(raw)
         answer = await asyncio.wait_for(reader.read(), 10)
@@ -607,3 +612,41 @@ async def test_a_fault_of_ours_has_an_incident(plane: Plane, caplog: pytest.LogC
     incident = answer["details"]["incident"]
     assert incident in answer["message"]
     assert any(getattr(record, "incident", None) == incident for record in caplog.records)
+
+
+async def test_file_changes_with_the_same_id_act_once(plane: Plane) -> None:
+    box = await plane.box()
+    base = f"{CREATE}/{box}/files"
+    for _ in range(3):
+        done = await plane.json("PUT", f"{base}?path=/log&append=true", data=b"x", headers={"Idempotency-Key": "a"})
+        assert done == {"size": 1}
+    assert (await plane.json("GET", f"{base}:stat?path=/log"))["size"] == 1
+    for _ in range(2):
+        assert await plane.json("POST", f"{base}:move?path=/log&to=/new", headers={"Idempotency-Key": "b"}) == {}
+        assert await plane.json("POST", f"{base}:mkdir?path=/d", headers={"Idempotency-Key": "c"}) == {}
+        assert await plane.json("POST", f"{base}:remove?path=/new", headers={"Idempotency-Key": "d"}) == {}
+    # What failed may be tried again, under another id it is another request.
+    assert (await plane.json("POST", f"{base}:mkdir?path=/d", status=409, headers={"Idempotency-Key": "e"}))["code"]
+    assert await plane.json("POST", f"{base}:remove?path=/d") == {}
+    assert await plane.json("POST", f"{base}:mkdir?path=/d", headers={"Idempotency-Key": "e"}) == {}
+
+
+async def test_an_append_that_was_cut_off_is_unknown(plane: Plane) -> None:
+    box = await plane.box()
+    path = f"{CREATE}/{box}/files?path=/log&append=true"
+    sent = asyncio.Event()
+
+    async def stalled() -> Any:
+        yield b"x" * 100
+        sent.set()
+        await asyncio.sleep(600)
+
+    asking = asyncio.ensure_future(
+        plane.http.put(f"http://dsec{path}", data=stalled(), headers={"Idempotency-Key": "u"})
+    )
+    await sent.wait()
+    await _until(lambda: "file:write" in plane.edge.calls)
+    asking.cancel()
+    await asyncio.wait([asking])
+    answer = await plane.json("PUT", path, status=502, data=b"x", headers={"Idempotency-Key": "u"})
+    assert answer["code"] == "outcome_unknown"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from dsec.api import token
 from dsec.api.dataplane import Data, GuestReset, GuestStream, Message
@@ -12,8 +13,12 @@ from dsec.api.errors import InternalError, InvalidRequest
 from dsec.api.types import ArchiveReport, FileEntry, FileList, FileWritten
 from dsec.apiserver.service import checks
 from dsec.apiserver.service.guest import Guests, translated
+from dsec.apiserver.service.outcomes import Outcomes
 from dsec.apiserver.service.results import text
+from dsec.apiserver.service.tasks import Detached
 from dsec.iam import Action, Principal
+
+T = TypeVar("T")
 
 MAX_ENTRIES = 100_000
 """Entries of one listing: about 20 MiB of answer."""
@@ -24,8 +29,19 @@ _MODES = 0o7777
 class Files:
     """The files of sandboxes; every method takes the principal who asks."""
 
-    def __init__(self, guests: Guests) -> None:
+    def __init__(self, guests: Guests, tasks: Detached) -> None:
         self._guests = guests
+        self._tasks = tasks
+        self._outcomes = Outcomes()
+
+    async def once(
+        self, principal: Principal, sandbox_id: str, request_id: str | None, work: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Do `work` unless the same request id did it before: then return what came of it. For appending."""
+        checks.check_request_id(request_id)
+        if request_id is None:
+            return await work()
+        return await self._outcomes.once((principal.project, sandbox_id, request_id), work)
 
     @asynccontextmanager
     async def read(
@@ -132,45 +148,97 @@ class Files:
         return FileList(entries=[_entry(entry) for entry in found])
 
     async def mkdir(
-        self, principal: Principal, sandbox_id: str, path: bytes, *, mode: int | None, parents: bool, user: str | None
+        self,
+        principal: Principal,
+        sandbox_id: str,
+        path: bytes,
+        *,
+        mode: int | None,
+        parents: bool,
+        user: str | None,
+        request_id: str | None = None,
     ) -> None:
         """Make a directory."""
         await self._change(
-            principal, sandbox_id, "mkdir", path, user, mode=0o755 if mode is None else mode, parents=parents
+            principal,
+            sandbox_id,
+            "mkdir",
+            path,
+            user,
+            request_id,
+            mode=0o755 if mode is None else mode,
+            parents=parents,
         )
 
     async def remove(
-        self, principal: Principal, sandbox_id: str, path: bytes, *, recursive: bool, user: str | None
+        self,
+        principal: Principal,
+        sandbox_id: str,
+        path: bytes,
+        *,
+        recursive: bool,
+        user: str | None,
+        request_id: str | None = None,
     ) -> None:
         """Remove a file or directory."""
-        await self._change(principal, sandbox_id, "remove", path, user, recursive=recursive)
+        await self._change(principal, sandbox_id, "remove", path, user, request_id, recursive=recursive)
 
     async def move(
-        self, principal: Principal, sandbox_id: str, path: bytes, to: bytes, *, overwrite: bool, user: str | None
+        self,
+        principal: Principal,
+        sandbox_id: str,
+        path: bytes,
+        to: bytes,
+        *,
+        overwrite: bool,
+        user: str | None,
+        request_id: str | None = None,
     ) -> None:
         """Rename a file or directory."""
         await self._change(
-            principal, sandbox_id, "move", path, user, to=checks.check_path(to, name="to"), overwrite=overwrite
+            principal,
+            sandbox_id,
+            "move",
+            path,
+            user,
+            request_id,
+            to=checks.check_path(to, name="to"),
+            overwrite=overwrite,
         )
 
     async def chmod(self, principal: Principal, sandbox_id: str, path: bytes, *, mode: int, user: str | None) -> None:
         """Change a file's mode."""
         if not 0 <= mode <= _MODES:
             raise InvalidRequest(f"mode must be octal, 0 to 7777, not {mode:o}")
-        await self._change(principal, sandbox_id, "chmod", path, user, mode=mode)
+        await self._change(principal, sandbox_id, "chmod", path, user, None, mode=mode)
 
     async def chown(
         self, principal: Principal, sandbox_id: str, path: bytes, *, owner: str, follow: bool, user: str | None
     ) -> None:
         """Change a file's owner."""
         checks.check_user(owner)
-        await self._change(principal, sandbox_id, "chown", path, user, owner=owner, follow=follow)
+        await self._change(principal, sandbox_id, "chown", path, user, None, owner=owner, follow=follow)
 
     async def _change(
-        self, principal: Principal, sandbox_id: str, op: str, path: bytes, user: str | None, **more: Any
+        self,
+        principal: Principal,
+        sandbox_id: str,
+        op: str,
+        path: bytes,
+        user: str | None,
+        request_id: str | None,
+        **more: Any,
     ) -> None:
         params = self._params(op, path, user) | more
-        await self._guests.call(principal, Action.FILES, sandbox_id, token.WRITE, params)
+
+        def work() -> Awaitable[Message]:
+            return self._guests.call(principal, Action.FILES, sandbox_id, token.WRITE, params)
+
+        if request_id is None:
+            await work()
+        else:
+            # Detached: a client that lost its connection finds the outcome when it asks again.
+            await asyncio.shield(self._tasks.start(self.once(principal, sandbox_id, request_id, work)))
 
     @staticmethod
     def _params(op: str, path: bytes, user: str | None) -> dict[str, Any]:

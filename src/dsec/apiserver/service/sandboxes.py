@@ -527,7 +527,12 @@ class Sandboxes:
 
 def _event(kind: str, record: SandboxRecord, now: float) -> NewEvent:
     return NewEvent(
-        time=now, type=kind, project=record.project, principal=record.principal, sandbox_id=record.id, data=reason_data(record)
+        time=now,
+        type=kind,
+        project=record.project,
+        principal=record.principal,
+        sandbox_id=record.id,
+        data=reason_data(record),
     )
 
 

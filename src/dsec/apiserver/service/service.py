@@ -69,7 +69,7 @@ class Service:
             records=records,
         )
         self.processes = Processes(guests, self._tasks, metrics)
-        self.files = Files(guests)
+        self.files = Files(guests, self._tasks)
         self.events = Events(store, bus)
 
     async def __aenter__(self) -> Self:

@@ -77,7 +77,9 @@ class _Connection(RequestHandler):
     ) -> web.StreamResponse:
         """Answer what aiohttp itself refuses: heads that are no HTTP, too long, or malformed."""
         if status < 500:
-            response = error_response(request, InvalidRequest(f"this is not a request that can be read: {message or exc or status}"))
+            response = error_response(
+                request, InvalidRequest(f"this is not a request that can be read: {message or exc or status}")
+            )
             response.set_status(status)
         else:
             log.error("aiohttp failed on a request", exc_info=exc)
@@ -97,9 +99,7 @@ class ApiServer:
     The service is entered by whoever made it. `tcp` stays the caller's to close. Raises OSError on entering if the path cannot be used.
     """
 
-    def __init__(
-        self, service: Service, *, socket_path: Path | None = None, tcp: socket.socket | None = None
-    ) -> None:
+    def __init__(self, service: Service, *, socket_path: Path | None = None, tcp: socket.socket | None = None) -> None:
         self._service = service
         self._socket_path = socket_path
         self._tcp = tcp

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from dsec.api.errors import InvalidRequest
+from dsec.api.types import FileWritten
 from dsec.apiserver.v1.exchange import BYTES, Exchange
 
 TAR = "application/x-tar"
@@ -26,19 +27,26 @@ async def read(exchange: Exchange) -> web.StreamResponse:
 
 async def write(exchange: Exchange) -> web.StreamResponse:
     """PUT .../files."""
+    append = exchange.flag("append", default=False)
     opened = exchange.service.files.write(
         exchange.principal,
         exchange.values[0],
         exchange.required("path"),
         mode=exchange.integer("mode", None, base=8),
-        append=exchange.flag("append", default=False),
+        append=append,
         parents=exchange.flag("parents", default=True),
         user=exchange.text("user"),
     )
-    async with opened as upload:
-        async for piece in exchange.pieces():
-            await upload.send(piece)
-        return exchange.answer(await upload.written())
+
+    async def work() -> FileWritten:
+        async with opened as upload:
+            async for piece in exchange.pieces():
+                await upload.send(piece)
+            return await upload.written()
+
+    # Writing the same again is harmless, appending it is not.
+    request_id = exchange.request_id() if append else None
+    return exchange.answer(await exchange.service.files.once(exchange.principal, exchange.values[0], request_id, work))
 
 
 async def stat(exchange: Exchange) -> web.StreamResponse:
@@ -75,6 +83,7 @@ async def mkdir(exchange: Exchange) -> web.StreamResponse:
         mode=exchange.integer("mode", None, base=8),
         parents=exchange.flag("parents", default=False),
         user=exchange.text("user"),
+        request_id=exchange.request_id(),
     )
     return exchange.answer({})
 
@@ -88,6 +97,7 @@ async def remove(exchange: Exchange) -> web.StreamResponse:
         exchange.required("path"),
         recursive=exchange.flag("recursive", default=False),
         user=exchange.text("user"),
+        request_id=exchange.request_id(),
     )
     return exchange.answer({})
 
@@ -102,6 +112,7 @@ async def move(exchange: Exchange) -> web.StreamResponse:
         exchange.required("to"),
         overwrite=exchange.flag("overwrite", default=True),
         user=exchange.text("user"),
+        request_id=exchange.request_id(),
     )
     return exchange.answer({})
 

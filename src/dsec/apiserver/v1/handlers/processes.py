@@ -16,7 +16,7 @@ from dsec.apiserver.v1.exchange import Exchange
 _MAX_MESSAGE = 1 << 20
 """Bytes of stdin in one WebSocket message."""
 _CLOSE_S = 5.0
-_BINARY_INPUT = "binary messages are stdin; the only text message is {\"stdin\": \"close\"}"
+_BINARY_INPUT = 'binary messages are stdin; the only text message is {"stdin": "close"}'
 
 _encode = msgspec.json.Encoder().encode
 
@@ -56,9 +56,7 @@ async def get(exchange: Exchange) -> web.StreamResponse:
 async def wait(exchange: Exchange) -> web.StreamResponse:
     """GET /v1/sandboxes/{id}/processes/{p}/wait."""
     timeout = exchange.number("timeout")
-    return exchange.answer(
-        await exchange.service.processes.wait(exchange.principal, *exchange.values, timeout=timeout)
-    )
+    return exchange.answer(await exchange.service.processes.wait(exchange.principal, *exchange.values, timeout=timeout))
 
 
 async def signal(exchange: Exchange) -> web.StreamResponse:
@@ -76,9 +74,7 @@ async def stream(exchange: Exchange) -> web.StreamResponse:
     if min(since) < 0:
         raise InvalidRequest("since_stdout and since_stderr must not be negative")
     follow = exchange.flag("follow", default=True)
-    attached = await exchange.service.processes.attach(
-        exchange.principal, *exchange.values, since=since, follow=follow
-    )
+    attached = await exchange.service.processes.attach(exchange.principal, *exchange.values, since=since, follow=follow)
     async with attached:
         # No heartbeat: a client held back by a process that does not read would be taken for dead.
         socket = web.WebSocketResponse(compress=False, max_msg_size=_MAX_MESSAGE, timeout=_CLOSE_S)
@@ -142,6 +138,8 @@ def _check_control(text: str) -> None:
 
 
 async def _send_error(socket: web.WebSocketResponse, error: DsecError) -> None:
-    body = error.body() if not isinstance(error, InternalError) else InternalError("the stream failed inside dsec").body()
+    body = (
+        error.body() if not isinstance(error, InternalError) else InternalError("the stream failed inside dsec").body()
+    )
     with contextlib.suppress(ConnectionError):
         await socket.send_str(_encode({"error": body}).decode())
