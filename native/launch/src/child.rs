@@ -12,7 +12,7 @@ use crate::sys::raw::{self, check};
 use crate::sys::{self, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY};
 
 /// Points in time of a child, for the `us` of the answer.
-pub const MARKS: [&str; 6] = ["clone", "cgroup", "root", "mounts", "seccomp", "cred"];
+pub const MARKS: [&str; 6] = ["clone", "root", "mounts", "cgroup", "seccomp", "cred"];
 
 pub struct Plan<'a> {
     pub net: Option<RawFd>,
@@ -87,12 +87,13 @@ pub extern "C" fn run(plan: *mut c_void) -> ! {
 fn enter(p: &mut Plan) -> Step0 {
     p.marks[0] = raw::now_us();
     reset_signals();
-    join(p)?;
-    p.marks[1] = raw::now_us();
+    join_network(p)?;
     take_root(p)?;
-    p.marks[2] = raw::now_us();
+    p.marks[1] = raw::now_us();
     mount_all(p)?;
     confine(p)?;
+    p.marks[2] = raw::now_us();
+    join_cgroups(p)?;
     p.marks[3] = raw::now_us();
     configure(p)?;
     p.marks[4] = raw::now_us();
@@ -112,12 +113,16 @@ fn reset_signals() {
     unsafe { libc::setsid() };
 }
 
-fn join(p: &mut Plan) -> Step0 {
-    if let Some(net) = p.net {
-        p.step = "setns net";
-        // SAFETY: a plain system call.
-        check(unsafe { libc::setns(net, libc::CLONE_NEWNET) })?;
-    }
+fn join_network(p: &mut Plan) -> Step0 {
+    let Some(net) = p.net else { return Ok(0) };
+    p.step = "setns net";
+    // SAFETY: a plain system call.
+    check(unsafe { libc::setns(net, libc::CLONE_NEWNET) })
+}
+
+/// Late, so that the set-up runs neither with the sandbox's share of the CPU nor on its memory; but before the filter, which may
+/// refuse unshare.
+fn join_cgroups(p: &mut Plan) -> Step0 {
     p.step = "enter cgroup";
     for fd in p.tasks {
         raw::write(*fd, b"0")?;

@@ -49,7 +49,7 @@ impl Sandbox {
 
 /// Names of the phases in a spawn's `us`; `MARKS` of them are the child's.
 pub const PHASES: [&str; 10] = [
-    "slot", "compose", "limits", "clone", "cgroup", "root", "mounts", "seccomp", "cred", "exec",
+    "slot", "compose", "limits", "clone", "root", "mounts", "cgroup", "seccomp", "cred", "exec",
 ];
 
 /// How a sandbox ended.
