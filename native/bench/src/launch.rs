@@ -232,6 +232,12 @@ fn report(mut samples: Samples, elapsed: Duration, engine: &Engine) -> String {
     json(&fields)
 }
 
+/// The launcher takes paths from the host's root only.
+fn absolute(path: &str) -> Result<String, String> {
+    let path = std::fs::canonicalize(path).map_err(|e| format!("{path}: {e}"))?;
+    Ok(path.to_string_lossy().into_owned())
+}
+
 fn spec(options: &Options) -> Result<Spec, String> {
     const MIB: u64 = 1 << 20;
     let upper = match options.text("upper").unwrap_or("tmpfs") {
@@ -240,8 +246,8 @@ fn spec(options: &Options) -> Result<Spec, String> {
             inodes: 16_384,
         },
         "image" => Upper::Image {
-            template: options.need("template")?.to_owned(),
-            dir: options.need("dir")?.to_owned(),
+            template: absolute(options.need("template")?)?,
+            dir: absolute(options.need("dir")?)?,
             bytes: 0,
             volatile: true,
         },
@@ -260,7 +266,7 @@ fn spec(options: &Options) -> Result<Spec, String> {
         id: "bench".into(),
         tag: Vec::new(),
         project: "bench".into(),
-        exe: Some(options.need("guest")?.to_owned()),
+        exe: Some(absolute(options.need("guest")?)?),
         argv: [
             "dsec-guest",
             "channel=%channel",
@@ -304,7 +310,7 @@ fn spec(options: &Options) -> Result<Spec, String> {
             FdName::Oom,
         ],
         affinity: 0,
-        seccomp: options.text("seccomp").map(str::to_owned),
+        seccomp: options.text("seccomp").map(absolute).transpose()?,
         rlimits: Vec::new(),
         first,
         ready_ms: 10_000,

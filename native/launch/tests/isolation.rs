@@ -228,6 +228,8 @@ fn binds_of_files_and_directories() {
 
 /// Ends `a` and starts `b` in the same slot; tells whether the namespaces were kept.
 fn next_tenant(launcher: &mut Launcher, last: Running) -> (Running, bool) {
+    // A slot that the filler made meanwhile would be taken first.
+    launcher.settle();
     let (slot, renewed) = (last.slot, launcher.stat("slots_renewed"));
     launcher.kill(&[&last.id]);
     let kept = launcher.stat("slots_renewed") == renewed;
@@ -354,6 +356,7 @@ fn cgroup_counters_and_limits_end_with_the_tenant() {
     let first = launcher.run("first");
     first.ask("m");
     let slot = first.slot;
+    launcher.settle();
     launcher.kill(&["first"]);
     let limits = map(vec![("memory", (100 << 20).into())]);
     let next = launcher
@@ -404,6 +407,7 @@ fn slots_stay_within_their_project() {
     let mut launcher = Launcher::start();
     let first = launcher.run("first");
     let slot = first.slot;
+    launcher.settle();
     launcher.kill(&["first"]);
     let other = launcher
         .spawn_one(vec![("id", "other".into()), ("project", "q".into())])
