@@ -217,7 +217,8 @@ def _progress(count: int, *, quiet: bool) -> Iterator[_Show]:
 
 def _left_behind(paths: Paths) -> list[str]:
     """What of the instance is still in the kernel or on disk after its end."""
-    found = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/dsec-{paths.instance}") if path.is_dir()]
+    root, name = Path("/sys/fs/cgroup"), f"dsec-{paths.instance}"
+    found = [str(path) for path in (*root.glob(name), *root.glob(f"*/{name}")) if path.is_dir()]
     found += [str(path) for path in (paths.api_socket, paths.launch_socket) if path.exists()]
     if paths.storage_dir.is_dir():
         found += [str(path) for path in paths.storage_dir.iterdir() if path.suffix == ".img"]
