@@ -251,6 +251,9 @@ fn malformed_messages_get_typed_errors() {
     launcher.finish();
 }
 
+/// A name, the fields that make it fail, and the code it fails with.
+type Case = (&'static str, Vec<(&'static str, Value)>, &'static str);
+
 #[test]
 fn a_spawn_that_fails_leaves_nothing() {
     let _turn = turn();
@@ -262,7 +265,7 @@ fn a_spawn_that_fails_leaves_nothing() {
     let not_a_program = fixture().dir.join("text");
     std::fs::write(&not_a_program, "no program").expect("write");
     let mute = texts(&["probe", "channel=%channel", "mute"]);
-    let cases: Vec<(&str, Vec<(&str, Value)>, &str)> = vec![
+    let cases: Vec<Case> = vec![
         (
             "no layer",
             vec![("layers", texts(&["absent"]))],
