@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import enum
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from dsec.api.control import StartSandbox
 from dsec.api.errors import DsecError, SandboxGone
@@ -16,6 +16,10 @@ from dsec.edge.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from dsec.edge.starts import Batch
+
+
+copy_record: Final[Callable[[SandboxRecord], SandboxRecord]] = SandboxRecord.__copy__  # type: ignore[attr-defined]
+"""A shallow copy of a record. `copy.copy` takes ten times as long to find this same method."""
 
 
 class Stage(enum.Enum):
@@ -71,7 +75,7 @@ class Box:
 
     def snapshot(self) -> SandboxRecord:
         """A copy of the record, for others."""
-        return copy.copy(self.life.record)
+        return copy_record(self.life.record)
 
     def gone(self) -> DsecError:
         """The error for calls on it, now that it ends or has ended."""

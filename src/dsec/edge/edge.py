@@ -7,7 +7,6 @@ with` lets go of the sandboxes, which run on for the next edge of the instance; 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import os
 import time
@@ -34,7 +33,7 @@ from dsec.api.token import TokenKey, operation
 from dsec.api.types import EndReason, Kind, NodeInfo, SandboxRecord, State, Usage
 from dsec.edge.admission import Admission, meminfo
 from dsec.edge.backends.container import ContainerBackend, ContainerConfig, backing_of, host_cpus
-from dsec.edge.box import Box, Ending, gone_error
+from dsec.edge.box import Box, Ending, copy_record, gone_error
 from dsec.edge.cgroups import Cgroups, Hierarchies
 from dsec.edge.channel import Stream
 from dsec.edge.config import EdgeConfig
@@ -75,6 +74,7 @@ class Edge:
         self._tokens = TokenKey(config.token_key)
         self._layers: dict[str, str] = {}
         self._projects: set[str] = set()
+        self._leaving = False
         self.give_up_flushing_after_s = 10.0
         """At the end, the store is waited for so long; what it has not taken by then the next edge tells it."""
         # Steady: a step of the wall clock neither ends a sandbox early nor lets it live on.
@@ -89,6 +89,7 @@ class Edge:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving = True
         self._starts.close()
         if not self._sandboxes.boxes:
             await self._launcher.stop(kill=True)
@@ -130,7 +131,7 @@ class Edge:
                 ending.add(box)
                 boxes.append(box)
             elif (record := self._sandboxes.ended.get(sandbox)) is not None:
-                results[sandbox] = StopResult(id=sandbox, record=copy.copy(record))
+                results[sandbox] = StopResult(id=sandbox, record=copy_record(record))
             else:
                 results[sandbox] = StopResult(id=sandbox, error=NotFound(f"no sandbox {sandbox} on this node").body())
         for box in boxes:
@@ -363,7 +364,7 @@ class Edge:
             await self._launcher.connection.request("pool", fields, timeout_s=_LAYER_S)
 
     def _on_launcher_lost(self) -> None:
-        if not self._starts.closed and self._relaunching is None:
+        if not self._leaving and self._relaunching is None:
             self._relaunching = self._tasks.create_task(self._relaunch())
 
     async def _relaunch(self) -> None:

@@ -83,6 +83,7 @@ class Launcher:
     async def stop(self, *, kill: bool) -> None:
         """Ask the launcher to end; `kill`: with all of its sandboxes."""
         if self.connection is not None:
+            self.connection.expected_to_end = True
             with suppress(InternalError, TimeoutError):
                 await self.connection.request("shutdown", {"kill": kill}, timeout_s=30.0)
 

@@ -29,6 +29,7 @@ MAX_ITEMS: Final = 120
 """Sandboxes in one message: two descriptors each, and the kernel passes at most 253."""
 _ITEM_BUDGET_BYTES: Final = 96 << 10
 """Items of one spawn message; the common part and the envelope fit beside them."""
+_CUT_SHORT: Final = int(socket.MSG_CTRUNC) | int(socket.MSG_TRUNC)
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(253 * 4)
 _PACKETS_A_TURN: Final = 32
 
@@ -141,6 +142,8 @@ class Connection:
         self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._closed = False
+        self.expected_to_end = False
+        """Whether it was asked to end, so that its end is no news."""
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     @property
@@ -273,7 +276,7 @@ class Connection:
                 return
             descriptors = _descriptors(ancillary)
             try:
-                if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+                if flags & _CUT_SHORT:
                     raise InternalError("a packet was cut short: too few descriptors are free")
                 self._take(_decoder.decode(self._view[:size]), descriptors)
             except Exception as error:
@@ -336,7 +339,11 @@ class Connection:
 
     def _lost(self, reason: str) -> None:
         if not self._closed:
-            log.warning("the launcher is gone", extra={"reason": reason})
+            log.log(
+                logging.DEBUG if self.expected_to_end else logging.WARNING,
+                "the launcher is gone: %s",
+                reason,
+            )
             self.close()
             self._events.launcher_lost(self)
 

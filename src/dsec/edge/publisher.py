@@ -31,9 +31,12 @@ class Publisher:
         return len(self._queue)
 
     def put(self, change: Change) -> None:
-        """Queue a change; the record in it must be a copy."""
+        """Queue a change, which goes out after the next `kick`; the record in it must be a copy."""
         self._queue.append(change)
-        if not self._wake.is_set():
+
+    def kick(self) -> None:
+        """Publish what is queued."""
+        if self._queue and not self._wake.is_set():
             self._wake.set()
             self._idle.clear()
 
@@ -58,5 +61,6 @@ class Publisher:
 
     async def flushed(self, *, timeout_s: float) -> None:
         """Wait until everything put so far is committed; raises TimeoutError."""
+        self.kick()
         async with asyncio.timeout(timeout_s):
             await self._idle.wait()

@@ -36,6 +36,8 @@ _ENDED_KEPT: Final = 10_000
 """Ended sandboxes whose reason is remembered here; the store knows them all."""
 _LOSS_GRACE_S: Final = 1.0
 """A channel closes a moment before the launcher reports the exit, which tells why; after this nobody will."""
+_KEEP_GATHER_S: Final = 0.002
+_EVENTS: Final = {state: f"sandbox.{state.value}" for state in State}
 _KILL_RETRY_S: Final = 0.5
 _KILL_TRIES: Final = 60
 
@@ -79,6 +81,8 @@ class Sandboxes:
         self._on_launcher_lost = on_launcher_lost
         self._kills: list[str] = []
         self._turn_planned = False
+        self._keeping_planned = False
+        self._kept_at = 0.0
         self._timers: Timers[Box] = Timers(self._tick, clock)
 
     @property
@@ -96,7 +100,7 @@ class Sandboxes:
         for sandbox in ids:
             self.unacknowledged.pop(sandbox, None)
         self._journal.forget(ids)
-        self._plan_turn()
+        self._plan_keeping()
 
     def add(self, box: Box) -> None:
         """Take in a box that is to be started."""
@@ -165,6 +169,7 @@ class Sandboxes:
                 self._plan_turn()
                 continue
             self._runs(box, result, now)
+        self._journal.flush()  # before anybody hears of it: readers wake after this
         if self.rooms is not None:
             self.rooms.pump()
 
@@ -179,6 +184,7 @@ class Sandboxes:
                 self._kill_failed(box, result.error)
             else:
                 self.act(box, box.life.killed(now, out_of_memory=result.oom_kills > 0))
+        self._journal.flush()
         if self.rooms is not None:
             self.rooms.pump()
 
@@ -225,6 +231,8 @@ class Sandboxes:
     def close(self) -> None:
         """Close every descriptor; the sandboxes run on. Calls that are out fail as their channel closes."""
         self._timers.close()
+        self._journal.flush()
+        self._publisher.kick()
         for box in self.boxes.values():
             box.close()
 
@@ -262,8 +270,8 @@ class Sandboxes:
             self.unacknowledged[record.id] = record
         self._journal.put(record, slot=box.slot)
         data: dict[str, Any] = {} if record.reason is None else {"reason": record.reason.value}
-        self._publisher.put((record, event or f"sandbox.{record.state.value}", data))
-        self._plan_turn()
+        self._publisher.put((record, event or _EVENTS[record.state], data))
+        self._plan_keeping()
 
     def _release(self, box: Box) -> None:
         record = box.life.record
@@ -302,12 +310,27 @@ class Sandboxes:
     def _plan_turn(self) -> None:
         if not self._turn_planned:
             self._turn_planned = True
-            asyncio.get_running_loop().call_soon(self.end_turn)
+            asyncio.get_running_loop().call_soon(self._send_kills)
 
-    def end_turn(self) -> None:
-        """Write the journal, then send the kills that gathered."""
-        self._turn_planned = False
+    def _plan_keeping(self) -> None:
+        # At once when it is quiet; in a crowd, what comes within 2 ms is one write and one commit.
+        if not self._keeping_planned:
+            self._keeping_planned = True
+            loop = asyncio.get_running_loop()
+            wait_s = self._kept_at + _KEEP_GATHER_S - loop.time()
+            if wait_s <= 0.0:
+                loop.call_soon(self._keep)
+            else:
+                loop.call_later(wait_s, self._keep)
+
+    def _keep(self) -> None:
+        self._keeping_planned = False
+        self._kept_at = asyncio.get_running_loop().time()
         self._journal.flush()
+        self._publisher.kick()
+
+    def _send_kills(self) -> None:
+        self._turn_planned = False
         if self._kills and self.launcher is not None and self.launcher.connection is not None:
             kills, self._kills = self._kills, []
             self.launcher.connection.kill(kills)

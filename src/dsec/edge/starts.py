@@ -7,7 +7,6 @@ break: every box of a batch ends up in exactly one result, whatever happens to i
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections import deque
@@ -19,33 +18,65 @@ from dsec.api.errors import DeadlineExceeded, DsecError, InternalError, NoCapaci
 from dsec.api.types import EndReason
 from dsec.edge.admission import Admission
 from dsec.edge.backends.base import Backend
-from dsec.edge.box import Box, Stage
+from dsec.edge.box import Box, Stage, copy_record
 from dsec.edge.sandboxes import Sandboxes
 
 log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.25
 """How soon the queue looks for room again after the launcher or the host had none."""
+_GATHER_S: Final = 0.002
+"""Results of a batch that come within this go to its reader together."""
 _BACKLOG: Final = 100_000
 """Changes that the store may be behind before nothing more is started."""
 
 
 class Batch:
-    """The results of one batch on their way to its one reader."""
+    """The results of one batch on their way to its one reader.
 
-    __slots__ = ("_results", "_waiter", "open")
+    The first result goes out at once, later ones gather for a moment: waking a reader that encodes and sends costs more than a
+    start does. The last one does not wait.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_closes", "_deadline", "_loop", "_results", "_timer", "_waiter", "expired", "missing", "open")
+
+    def __init__(self, *, timeout_s: float) -> None:
         self.open: dict[str, Box] = {}
         """Sandboxes without a result that the reader has got."""
+        self.missing = 0
+        """Those without a result."""
+        self.expired = False
+        """Whether the deadline has passed."""
+        self._loop = asyncio.get_running_loop()
         self._results: list[StartResult] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._closes = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = self._loop.call_later(max(0.0, timeout_s), self._expire)
+
+    def add(self, box: Box) -> None:
+        """A result for `box` will be delivered."""
+        self.open[box.id] = box
+        self.missing += 1
 
     def deliver(self, result: StartResult) -> None:
         """Add a result."""
         self._results.append(result)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.missing -= 1
+        if self._waiter is not None and self._timer is None:
+            wait_s = self._closes - self._loop.time()
+            if self.missing <= 0 or wait_s <= 0.0:
+                self._wake()
+            else:
+                self._timer = self._loop.call_later(wait_s, self._wake)
+        elif self.missing <= 0:
+            self._wake()
+
+    def close(self) -> None:
+        """Cancel the timers."""
+        self._deadline.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     @property
     def waiting(self) -> bool:
@@ -57,12 +88,29 @@ class Batch:
         results, self._results = self._results, []
         return results
 
-    async def ready(self, *, timeout_s: float) -> None:
-        """Return when there are results; raises TimeoutError."""
-        if not self._results:
-            self._waiter = asyncio.get_running_loop().create_future()
-            async with asyncio.timeout(timeout_s):
-                await self._waiter
+    async def ready(self) -> None:
+        """Return when there are results or the deadline has passed."""
+        if (self._results and self.missing <= 0) or self.expired:
+            return
+        self._waiter = self._loop.create_future()
+        if self._results and self._timer is None:
+            self._timer = self._loop.call_later(max(0.0, self._closes - self._loop.time()), self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self._closes = self._loop.time() + _GATHER_S
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Starts:
@@ -92,19 +140,20 @@ class Starts:
 
     async def run(self, request: StartBatch) -> AsyncIterator[list[StartResult]]:
         """Start a batch and yield results as they come. A reader that goes away stops what it has not got."""
-        batch = Batch()
+        batch = Batch(timeout_s=request.deadline - time.time())
         try:
             await self._submit(request, batch)
             while batch.open or batch.waiting:
-                try:
-                    await batch.ready(timeout_s=max(0.0, request.deadline - time.time()))
-                except TimeoutError:
+                await batch.ready()
+                if batch.expired:
                     self._expire(batch)
                 results = batch.take()
-                yield results
+                if results:
+                    yield results
                 for result in results:
                     batch.open.pop(result.id, None)
         finally:
+            batch.close()
             for box in list(batch.open.values()):
                 box.batch = None
                 self._sandboxes.stop(box, EndReason.CANCELLED)
@@ -154,11 +203,12 @@ class Starts:
         for item in request.items:
             if item.record.id in self._sandboxes.boxes or item.record.id in self._sandboxes.ended:
                 error = InternalError(f"sandbox {item.record.id} was started before", sandbox_id=item.record.id)
+                batch.missing += 1
                 batch.deliver(StartResult(id=item.record.id, error=error.body()))
                 continue
-            box = Box(copy.copy(item.record), item, batch, patient=request.wait)
+            box = Box(copy_record(item.record), item, batch, patient=request.wait)
             boxes.append(box)
-            batch.open[box.id] = box
+            batch.add(box)
             self._sandboxes.add(box)
         await self._admit(boxes)
         self.pump()

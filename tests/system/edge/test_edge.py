@@ -25,7 +25,13 @@ pytestmark = [pytest.mark.root, pytest.mark.system]
 
 
 def launchers(rig: Rig) -> list[int]:
-    return [pid for pid in procfs.with_word(rig.paths.instance) if Path(procfs.cmdline(pid)[0]).name == "dsec-launch"]
+    """Launchers of the instance, without the children that are on their way to become sandboxes."""
+    found = [
+        pid
+        for pid in procfs.with_word(rig.paths.instance)
+        if (words := procfs.cmdline(pid)) and Path(words[0]).name == "dsec-launch"
+    ]
+    return [pid for pid in found if procfs.parent(pid) not in found]
 
 
 def guests(rig: Rig) -> list[int]:
@@ -294,7 +300,11 @@ async def test_a_restarted_edge_adopts_and_goes_on(rig: Rig) -> None:
     async with rig.edge() as edge:
         assert edge.epoch == epoch + 1
         assert sorted(guests(rig)) == sorted(pids)
-        assert {rig.records.records[box].epoch for box in boxes} == {epoch + 1}
+        await eventually(
+            lambda: {rig.records.records[box].epoch for box in boxes} == {epoch + 1},
+            within_s=5,
+            what="the store hears of the new epoch",
+        )
         assert (await run(edge, boxes[1], "echo again"))["out"] == b"again\n"
         waited = await answer(edge, boxes[0], m="wait", id="pkeep", timeout_ms=10_000)
         assert (waited.fields["exit"], waited.fields["pid"]) == (0, started.fields["pid"])

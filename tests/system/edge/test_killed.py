@@ -58,7 +58,9 @@ async def test_a_killed_edge_loses_no_sandbox_and_leaks_none(rig: Rig, delay_s: 
         assert len(guests(rig)) >= 3
         async with rig.edge() as edge:
             # The store knows nothing here: what the journal of the killed edge says is all there is.
-            assert set(boxes) <= {box for box, record in _living(rig).items()}
+            await eventually(
+                lambda: set(boxes) <= _living(rig).keys(), within_s=5, what="the kept sandboxes are adopted"
+            )
             for box in boxes:
                 assert (await run(edge, box, "echo here"))["out"] == b"here\n"
             await eventually(
