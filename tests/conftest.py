@@ -32,6 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("repetition", range(count))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long waits begin first, so that workers wait side by side instead of one after another at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def repetition() -> int:
     """Number of this run when `--repeat` asks for several."""

@@ -94,23 +94,53 @@ class Daemon:
 
     def stop(self) -> None:
         """`dsec down`, as a user ends it: all sandboxes end too. Nothing may be left."""
-        subprocess.run(
-            [str(COMMAND), "down"], env=self.env, check=True, timeout=scaled(60), cwd="/", capture_output=True
-        )
+        self._dsec("down")
         if self.process is not None:
             self.process.wait(scaled(30))
             self.process = None
 
+    def stop_keeping(self) -> None:
+        """End the daemon in the polite way and leave its sandboxes to the next one, as for an upgrade."""
+        self._dsec("down", "--keep")
+        assert self.process is not None
+        self.process.wait(scaled(30))
+
+    def _dsec(self, *words: str) -> None:
+        """Run a command of the command line against this instance; it must succeed."""
+        command = [str(COMMAND), *words]
+        done = subprocess.run(
+            command,
+            env=self.env,
+            check=False,
+            timeout=scaled(60),
+            cwd="/",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert done.returncode == 0, f"{command} ended with {done.returncode}: {done.stdout.decode(errors='replace')}"
+
     def destroy(self) -> None:
         """End the daemon whatever state it is in, and assert that nothing of the instance is left."""
-        if self.process is None or self.process.poll() is not None:
-            self.start()  # a dead instance is swept at its next start
-        self.stop()
+        try:
+            if self.process is None or self.process.poll() is not None:
+                self.start()  # a dead instance is swept at its next start
+            self.stop()
+        except BaseException:
+            self._end_by_force()
+            raise
         eventually_sync(
             lambda: not census.remains(instance=self.instance, home=self.home),
             within_s=15,
             what=f"nothing of instance {self.instance} is left, but {census.remains(instance=self.instance, home=self.home)}",
         )
+
+    def _end_by_force(self) -> None:
+        """Leave no daemon behind for the next test, whatever went wrong with this one."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill_edge()
+        if self.launcher_pid is not None:
+            self.kill_launcher()
+        self.clean_host(grace_s=60)
 
     def kill_edge(self) -> None:
         """`kill -9` of the Python process, and wait for its end."""
@@ -125,9 +155,9 @@ class Daemon:
         os.kill(pid, signal.SIGKILL)
         eventually_sync(lambda: not procfs.alive(pid), within_s=10, what="the launcher is dead")
 
-    def clean_host(self) -> None:
-        """Sweep what dead instances left on the host, as `make clean-host` does."""
-        command = [sys.executable, "-m", "dsec.edge.sweep"]
+    def clean_host(self, *, grace_s: float) -> None:
+        """Sweep what dead instances left on the host, sparing those that died less than `grace_s` ago, as an edge's start does."""
+        command = [sys.executable, "-m", "dsec.edge.sweep", "--grace", str(grace_s)]
         subprocess.run(command, env=self.env, check=True, timeout=scaled(60), cwd="/", capture_output=True)
 
     def remains_in_kernel(self) -> list[str]:
