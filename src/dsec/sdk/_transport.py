@@ -108,6 +108,7 @@ class Transport:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+            await asyncio.sleep(0)  # for the connections to end
         session, self._session = self._session, None
         if session is not None:
             await session.close()
