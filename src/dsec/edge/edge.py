@@ -12,10 +12,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Final, Self
 
-from dsec import __version__
 from dsec.api.control import (
     NodeQuery,
     SetTimeouts,
@@ -75,6 +75,7 @@ class Edge:
         self._layers: dict[str, str] = {}
         self._projects: set[str] = set()
         self._leaving = False
+        self._version = version("dsec")
         self.give_up_flushing_after_s = 10.0
         """At the end, the store is waited for so long; what it has not taken by then the next edge tells it."""
         # Steady: a step of the wall clock neither ends a sandbox early nor lets it live on.
@@ -189,7 +190,7 @@ class Edge:
             memory=self._admission.memory_bytes,
             memory_available=meminfo("MemAvailable"),
             load=os.getloadavg()[0],
-            version=__version__,
+            version=self._version,
         )
 
     async def drain(self, *, timeout_s: float = _STOP_S) -> None:
@@ -290,10 +291,8 @@ class Edge:
         self._launcher = Launcher(self._launcher_config(), self._sandboxes)
         self._sandboxes.launcher = self._launcher
         stored = await self._sink.known(config.code)
-        if not self._launcher.running():
-            await kill_strays(self._cgroups, set())
         stack.callback(self._launcher.close)
-        found = await self._launcher.connect_or_start()
+        found = await self._launcher.connect_or_start(lambda: kill_strays(self._cgroups, set()))
         stack.callback(self._sandboxes.close)
         self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
         running = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._keep_house())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,13 @@ class LauncherConfig:
     cgroup_name: str
 
 
+class _DyingError(InternalError):
+    """The launcher closed the connection before it answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the launcher closed the connection before it answered")
+
+
 class Launcher:
     """Keeps one launcher running. `connection` is None while there is none."""
 
@@ -49,36 +57,43 @@ class Launcher:
         self._block: UidBlock | None = None
         self.connection: Connection | None = None
 
-    def running(self) -> bool:
-        """Whether a launcher of this instance listens."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-            return sock.connect_ex(str(self._config.socket)) == 0
+    async def connect_or_start(self, clean: Callable[[], Awaitable[None]]) -> bool:
+        """Connect to the running launcher, or start one after `clean`; returns whether it was running already.
 
-    async def connect_or_start(self) -> bool:
-        """Connect to the running launcher, or start one; returns whether it was running already.
-
-        Raises InternalError (with the end of its log) if it cannot be started, NoCapacity if no block of user ids is free.
+        `clean` ends what a dead launcher left. Raises InternalError (with the end of the log) if none can be started, NoCapacity if
+        no block of user ids is free.
         """
         connection = self._try_connect()
-        found = connection is not None
-        if connection is None:
-            connection = await self._start()
-        elif self._block is None:
-            self._block = UidBlock.of_process(self._config.uid_blocks, connection.peer_pid())
+        if connection is not None:
+            if self._block is None:
+                with suppress(OSError):
+                    self._block = UidBlock.of_process(self._config.uid_blocks, connection.peer_pid())
+            try:
+                await self._greet(connection)
+            except _DyingError:
+                # It was dying while we connected. A claim that was shared with it is still the right one: sandboxes may live.
+                log.warning("the launcher died as it was found")
+            else:
+                return True
+        await clean()
+        await self._greet(await self._start())
+        return False
+
+    async def _greet(self, connection: Connection) -> None:
         try:
             hello = await connection.request("hello", {"proto": PROTO}, timeout_s=_REQUEST_S)
             if hello.get("proto") != PROTO or hello.get("instance") != self._config.instance:
                 raise InternalError(
                     f"the launcher at {self._config.socket} is another's or of another release: {hello}"
                 )
-        except BaseException:
+        except BaseException as error:
+            died = connection.closed and isinstance(error, InternalError)
             connection.close()
+            if died:
+                raise _DyingError from error
             raise
         self.connection = connection
-        log.info(
-            "launcher connected", extra={"found": found, "pid": hello.get("pid"), "sandboxes": hello.get("sandboxes")}
-        )
-        return found
+        log.info("launcher connected", extra={"pid": hello.get("pid"), "sandboxes": hello.get("sandboxes")})
 
     async def stop(self, *, kill: bool) -> None:
         """Ask the launcher to end; `kill`: with all of its sandboxes."""

@@ -62,8 +62,7 @@ async def relaunch(sandboxes: Sandboxes, launcher: Launcher, cgroups: Cgroups) -
     living = [
         box for box in sandboxes.boxes.values() if box.channel is not None and box.life.record.state is State.RUNNING
     ]
-    await kill_strays(cgroups, {box.slot for box in living})
-    found = await launcher.connect_or_start()
+    found = await launcher.connect_or_start(lambda: kill_strays(cgroups, {box.slot for box in living}))
     connection = launcher.connection
     if not found and connection is not None:
         handing = [
