@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.contract.sdk.reference_server import ReferenceServer
 
 import dsec
-from tests.contract.sdk.reference_server import ReferenceServer
 
 
 async def test_exit_codes_signals_and_streams(box: Any) -> None:
@@ -192,7 +192,7 @@ async def test_a_lost_answer_runs_nothing_twice(box: Any, server: ReferenceServe
 
 
 async def test_usage_and_timeouts(box: Any) -> None:
-    assert (await box.usage()).memory_limit == 512 << 20
+    assert (await box.usage()).memory_limit == 256 << 20
     record = await box.set_timeout(idle=600, max_lifetime=None)
     assert (record.idle_timeout, record.max_lifetime) == (600, None)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.contract.sdk.reference_server import ReferenceServer
 
 import dsec
-from tests.contract.sdk.reference_server import ReferenceServer
 
 ODD_NAMES = [
     "-rf",

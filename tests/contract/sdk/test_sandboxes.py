@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import dsec
 from tests.contract.sdk.reference_server import KEY, ReferenceServer, serve
 from tests.support.timing import eventually
+
+import dsec
 
 
 async def test_a_sandbox_ends_with_its_block(client: Any) -> None:
@@ -31,7 +31,7 @@ async def test_bad_requests_are_typed(client: Any) -> None:
     with pytest.raises(dsec.ImageError):
         await client.create(image="nothing:1")
     with pytest.raises(dsec.Unsupported):
-        await client.create("fullvm")
+        await client.create("microvm")
     with pytest.raises(dsec.InvalidRequest):
         await client.create(memory="much")
     with pytest.raises(dsec.InvalidRequest):
@@ -174,7 +174,7 @@ async def test_calls_survive_a_restart(url: str, tmp_path: Path) -> None:
         await asyncio.wait([task])
 
 
-async def test_listing_pages(client: Any) -> None:
+async def test_listing_pages(client: Any, server: ReferenceServer) -> None:
     made = [await client.create(labels={"n": str(number % 2)}) for number in range(5)]
     page = await client.list(limit=2)
     assert len(page.items) == 2
@@ -186,7 +186,7 @@ async def test_listing_pages(client: Any) -> None:
     assert [item.id for item in (await client.list(state="stopped")).items] == [made[0].id]
 
 
-async def test_collections(client: Any) -> None:
+async def test_collections(client: Any, server: ReferenceServer) -> None:
     await client.create()
     await client.create()
     assert [image.name for image in await client.images.list()] == ["debian:12"]
