@@ -203,6 +203,8 @@ async def test_cancel_by_request_id_while_creating_and_before_it_came(plane: Pla
         ({"labels": {f"k{n}": "" for n in range(65)}}, 400, "invalid_request", "64"),
         ({"env": {"A=B": ""}}, 400, "invalid_request", "env"),
         ({"env": {"A": "x" * (2 << 20)}}, 400, "invalid_request", "env"),
+        ({"env": {"A": "x" * (50 << 10)}}, 400, "invalid_request", "file"),
+        ({"env": {f"v{n}": "" for n in range(8000)}}, 400, "invalid_request", "file"),
         ({"timeout": 0}, 400, "invalid_request", "timeout"),
         ({"idle_timeout": -1}, 400, "invalid_request", "idle_timeout"),
         ({"max_lifetime": 0}, 400, "invalid_request", "max_lifetime"),

@@ -11,8 +11,10 @@ from dsec.api.types import CreateBatch, CreateSandbox, Kind, SandboxSpec, parse_
 from dsec.images.catalog import Environment
 
 MAX_BATCH = 32_768
-MAX_ENV_BYTES = 1 << 20
-"""Names and values of one environment together."""
+MAX_ENV_BYTES = 48 << 10
+"""Names and values of one environment together: it travels to the guest in one message of at most 64 KiB, beside other things."""
+_ENV_ENTRY_BYTES = 6
+"""What the encoding adds to a name and its value."""
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
 MAX_NAME_CHARS = 256
@@ -98,7 +100,9 @@ def _check_features(request: CreateSandbox) -> None:
 
 
 def spec_of(request: CreateSandbox, environment: Environment) -> SandboxSpec:
-    """The checked spec: sizes in bytes, the image's defaults under the request's own."""
+    """The checked spec: sizes in bytes, the image's defaults under the request's own. Raises InvalidRequest."""
+    if environment.env:
+        check_env(environment.env | request.env)
     return SandboxSpec(
         kind=Kind(request.kind),
         image=environment.name,
@@ -127,9 +131,11 @@ def check_env(env: dict[str, str]) -> None:
             raise InvalidRequest(f"env has a variable whose name is empty or has '=' or NUL in it: {name[:64]!r}")
         if "\0" in value:
             raise InvalidRequest(f"env variable {name[:64]!r} has NUL in its value")
-        total += len(name) + len(value)
-    if total > MAX_ENV_BYTES // 4 and sum(len(n.encode()) + len(v.encode()) for n, v in env.items()) > MAX_ENV_BYTES:
-        raise InvalidRequest(f"env is larger than {MAX_ENV_BYTES} bytes in all; put large values into files")
+        total += len(name.encode()) + len(value.encode()) + _ENV_ENTRY_BYTES
+        if total > MAX_ENV_BYTES:
+            raise InvalidRequest(
+                f"env takes more than {MAX_ENV_BYTES} bytes in all; put large values into a file and name the file in env"
+            )
 
 
 def check_labels(labels: dict[str, str]) -> None:

@@ -39,7 +39,8 @@ _MAX_LINE = 32 << 10
 _MAX_HEADER = 16 << 10
 _MAX_HEADERS = 64
 _BACKLOG = 1024
-_SHUTDOWN_S = 5.0
+_SHUTDOWN_S = 1.0
+"""For requests under way: followers of events and output would wait for ever, and the clients of the rest try again."""
 _BEARER = "bearer "
 
 
