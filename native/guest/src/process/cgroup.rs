@@ -75,9 +75,11 @@ impl Cgroups {
         if self.runs.is_none() {
             return Ok(None);
         }
-        let mut leaf = match self.free.pop() {
-            Some(leaf) => leaf,
-            None => self.make()?,
+        // In turn, so that every leaf that became empty is used again.
+        let mut leaf = if self.free.is_empty() {
+            self.make()?
+        } else {
+            self.free.remove(0)
         };
         if leaf.pids_max != pids_max {
             self.limit(&leaf, pids_max)?;
