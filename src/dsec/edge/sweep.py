@@ -62,12 +62,12 @@ def sweep(
 def _sweep_one(hierarchies: Hierarchies, run_dir: Path, launchers: list[int], grace_s: float) -> bool:
     lock_file = run_dir / "lock"
     died = lock_file.stat().st_mtime if lock_file.exists() else 0.0
+    if launchers and time.time() - died < grace_s:
+        return False  # before the lock is touched: its daemon may be about to take it
     lock = InstanceLock.try_take(lock_file)
     if lock is None:
         return False
     try:
-        if launchers and time.time() - died < grace_s:
-            return False
         log.warning("sweeping a dead instance", extra={"instance": run_dir.name})
         for pid in launchers:
             _end(pid)
