@@ -37,6 +37,7 @@ from dsec.edge.box import Box, Ending, copy_record, gone_error
 from dsec.edge.cgroups import Cgroups, Hierarchies
 from dsec.edge.channel import Stream
 from dsec.edge.config import EdgeConfig
+from dsec.edge.host.cgroups import favour_moves, find_cgroups
 from dsec.edge.instance import InstanceLock
 from dsec.edge.journal import Journal
 from dsec.edge.launcher import Launcher, LauncherConfig
@@ -261,6 +262,9 @@ class Edge:
         stack.callback(self._lock.close)
         hierarchies = await asyncio.to_thread(Hierarchies.discover)
         await asyncio.to_thread(sweep, hierarchies, keep=paths.instance)
+        slow_moves = await asyncio.to_thread(lambda: favour_moves(find_cgroups()))
+        if slow_moves:
+            log.warning("commands after a pause will start slowly", extra={"reason": slow_moves})
         self._cgroups = Cgroups(hierarchies, config.cgroup_name)
         self._admission = Admission(
             max_sandboxes=config.max_sandboxes, memory_reserve_bytes=config.memory_reserve_bytes
