@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsec.api.errors import DsecError, InternalError
+from dsec.api.errors import DsecError, ImageError, InternalError
 from dsec.cli import demo_project as project
 from dsec.cli import output
 from dsec.cli.instance import find
@@ -112,10 +112,11 @@ async def _work(client: AsyncClient, count: int, label: str, figures: Figures, s
 
     at_once = asyncio.Semaphore(_AT_ONCE_PER_CPU * (os.cpu_count() or 1))
     archive = project.archive()
+    image = await _image(client)
     began = time.monotonic()
     async with asyncio.TaskGroup() as group:
         async for item in client.create_many(
-            count, labels={"demo": label}, memory="256MiB", disk="64MiB", disk_backing="tmpfs"
+            count, image=image, labels={"demo": label}, memory="256MiB", disk="64MiB", disk_backing="tmpfs"
         ):
             if isinstance(item, DsecError):
                 figures.failures.append(item.message)
@@ -123,6 +124,15 @@ async def _work(client: AsyncClient, count: int, label: str, figures: Figures, s
             figures.created.append(time.monotonic() - began)
             show.created()
             group.create_task(_agent(item, archive, figures, show, at_once))
+
+
+async def _image(client: AsyncClient) -> str:
+    """The base image of this host's Debian release."""
+    names = [image.name for image in await client.images.list()]
+    for name in ("debian:12", "debian:13", *names):
+        if name in names:
+            return name
+    raise ImageError("there is no image: run `dsec image bootstrap debian`")
 
 
 async def _agent(
@@ -277,3 +287,9 @@ def _tell(figures: Figures, count: int, left: list[str], seconds: float, *, own:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+if __name__ == "__main__":
+    from dsec.cli.app import app
+
+    app(["demo", *sys.argv[1:]])
