@@ -26,7 +26,6 @@ from dsec.apiserver.v1 import openapi
 from dsec.apiserver.v1.exchange import Exchange, error_response
 from dsec.apiserver.v1.route import Route, Router
 from dsec.apiserver.v1.table import LATER, ROUTES
-from dsec.store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -175,9 +174,6 @@ class ApiServer:
             response = self._failed(request, error)
         except web.HTTPException as error:
             response = self._failed(request, InvalidRequest(f"the WebSocket handshake is not valid: {error.text}"))
-        except StoreError as error:
-            log.error("the store failed", exc_info=error)
-            response = self._failed(request, InternalError(str(error)))
         except Exception:
             incident = secrets.token_hex(6)
             log.exception("a request failed", extra={"incident": incident, "route": name})
