@@ -70,6 +70,11 @@ impl Config {
         }
     }
 
+    /// Bytes of output of all commands together, above which rings stop growing: the sandbox's own memory holds them.
+    pub fn output_budget(&self) -> u64 {
+        self.memory.map_or(256 * MIB, |memory| memory / 4)
+    }
+
     /// Bytes of retained output at most.
     pub fn retain_limit(&self) -> u64 {
         let eighth = self.memory.map_or(u64::MAX, |memory| memory / 8);

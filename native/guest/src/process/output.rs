@@ -69,6 +69,7 @@ impl Agent {
         channel: usize,
         limit: usize,
     ) -> Result<Option<usize>, Errno> {
+        let full = self.table.output_held() + (2 * PIECE) as u64 > self.config.output_budget();
         let Some(proc) = self.table.get_mut(key) else {
             return Ok(None);
         };
@@ -84,6 +85,9 @@ impl Agent {
             return Ok(None);
         }
         if !proc.forgotten {
+            if full {
+                out.ring.stop_growing();
+            }
             out.ring.push(&self.scratch);
         }
         out.drain = if out.drain == usize::MAX {

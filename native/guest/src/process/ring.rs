@@ -4,6 +4,8 @@ use alloc::vec::Vec;
 
 /// Bytes kept at the tail at least while somebody follows, so that reading can go on in pieces.
 const FOLLOW_TAIL: usize = 65_536;
+/// Bytes kept at the tail even where memory is short: the last lines say most.
+const LEAST_TAIL: usize = 4096;
 /// The buffer of the tail grows in steps of this.
 const STEP: usize = 32_768;
 
@@ -56,6 +58,14 @@ impl Ring {
             total: self.total,
             ..Ring::new(0)
         };
+    }
+
+    /// Grows no more than it has: the middle is dropped from here on, earlier than at the cap.
+    pub fn stop_growing(&mut self) {
+        if self.tail.is_empty() {
+            self.head_limit = self.head.len();
+        }
+        self.tail_limit = self.tail_limit.min(self.tail.len().max(LEAST_TAIL));
     }
 
     pub fn push(&mut self, mut bytes: &[u8]) {
@@ -203,6 +213,21 @@ mod tests {
         assert!(ring.held() <= 1000);
         ring.push(&[3]);
         assert_eq!(ring.gap(), Some((500, 501)));
+    }
+
+    #[test]
+    fn a_ring_that_may_not_grow_drops_its_middle() {
+        let mut ring = Ring::new(1 << 20);
+        ring.push(&[1; 10_000]);
+        ring.stop_growing();
+        for _ in 0..100 {
+            ring.push(&[2; 1000]);
+        }
+        assert_eq!(ring.gap(), Some((10_000, 110_000 - 4096)));
+        assert_eq!(collect(&ring, 105_000), [2; 4096]);
+        ring.stop_growing();
+        ring.push(&[3; 5000]);
+        assert_eq!(ring.kept(), 14_096);
     }
 
     #[test]

@@ -248,6 +248,12 @@ impl Table {
         self.procs.iter().map(|(key, proc)| (*key, proc))
     }
 
+    /// Bytes of memory that all output takes.
+    pub fn output_held(&self) -> u64 {
+        let rings = self.procs.values().flat_map(|proc| &proc.outs);
+        rings.map(|out| out.ring.held() as u64).sum()
+    }
+
     /// The main process `pid` was reaped: whose was it?
     pub fn reaped(&mut self, pid: i32) -> Option<u64> {
         self.by_pid.remove(&pid)
@@ -267,6 +273,11 @@ impl Table {
 
     pub fn find_pid(&self, pid: i32) -> Option<u64> {
         self.by_pid.get(&pid).copied()
+    }
+
+    /// Whether the child has not become the command yet.
+    pub fn is_starting(&self, key: u64) -> bool {
+        self.get(key).is_some_and(|p| p.phase == Phase::Starting)
     }
 
     /// Processes that are not ended, and ended ones whose children live.
