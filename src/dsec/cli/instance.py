@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from pathlib import Path
 
 from dsec.api.errors import Conflict, PermissionDenied
@@ -18,11 +19,25 @@ def port_file(paths: Paths) -> Path:
 
 
 def refuse_second(paths: Paths) -> None:
-    """Raise Conflict if a daemon serves the home. The edge's lock decides; this says it sooner and better."""
+    """Raise Conflict if a daemon serves the home. The edge's lock decides; this says it sooner and better.
+
+    The lock alone does not prove a daemon: another instance's sweep holds it for moments, and the edge waits for that.
+    """
     other = find(paths)
-    if other is not None:
-        other.close()
+    if other is None:
+        return
+    other.close()
+    if _listens(paths.api_socket):
         raise Conflict(f"a daemon (pid {other.pid}) already serves {paths.home}: use it, or stop it with `dsec down`")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 class Daemon:
