@@ -11,6 +11,9 @@ from dsec.edge.host import Check, probe, raise_limits
 from dsec.edge.host.check import Feature
 from dsec.paths import Paths
 
+_LATER = (Feature.MICROVM, Feature.FULLVM, Feature.LAZY_LOADING, Feature.AUDIT)
+"""What this release looks at but does not use yet."""
+
 
 def doctor(*, fix: bool, as_json: bool) -> int:
     """Print the checks; 0 if sandboxes can start here, else 1."""
@@ -47,9 +50,8 @@ def _row(check: Check) -> tuple[str, str, str]:
 
 def _verdict(feature: Feature, checks: tuple[Check, ...]) -> str:
     states = [check.ok for check in checks if check.feature is feature]
-    if False in states:
-        return "not all there"
-    return "cannot be told" if None in states else "all there"
+    found = "not all there" if False in states else "cannot be told" if None in states else "all there"
+    return found + (" (for a later release)" if feature in _LATER else "")
 
 
 def _agreed(low: list[Check]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from dsec.api.errors import Conflict, PermissionDenied
 from dsec.paths import Paths
+
+_LOOKS = 50
+_LOOK_S = 0.01
 
 
 def port_file(paths: Paths) -> Path:
@@ -65,17 +69,46 @@ class Daemon:
 
 def find(paths: Paths) -> Daemon | None:
     """The daemon that holds the home's lock, or None. Raises PermissionDenied where that cannot be told."""
+    # The kernel's table is read in pieces and may miss a line while others come and go: only the lock itself says "none".
+    for _ in range(_LOOKS):
+        try:
+            held = _is_held(paths.lock_file)
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            raise PermissionDenied(f"the daemon of {paths.home} belongs to another user: run this as root") from None
+        if not held:
+            return None
+        pid = _holder(paths.lock_file)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                return Daemon(pid, os.pidfd_open(pid))
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _is_held(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        info = paths.lock_file.stat()
+        # Shared, so that two who look at the same moment do not take each other for a daemon.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _holder(path: Path) -> int | None:
+    """The pid of the process that took the lock."""
+    try:
+        info = path.stat()
     except FileNotFoundError:
         return None
-    except PermissionError:
-        raise PermissionDenied(f"the daemon of {paths.home} belongs to another user: run this as root") from None
     mark = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         # 1: FLOCK  ADVISORY  WRITE 4711 00:1c:815 0 EOF
         words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[3] == "WRITE" and words[5] == mark:
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                return Daemon(int(words[4]), os.pidfd_open(int(words[4])))
+        if len(words) > 5 and words[1] == "FLOCK" and words[3] == "WRITE" and words[5] == mark and words[4].isdecimal():
+            return int(words[4])
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from urllib.parse import urlsplit
 
@@ -165,12 +166,24 @@ class _Connection(asyncio.Protocol):
         self.close()
 
 
+def _keep_alive(wire: asyncio.BaseTransport) -> None:
+    """Let the kernel notice, within a minute or so, a host that has gone without a word: a `run` may wait for hours."""
+    sock = wire.get_extra_info("socket")
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    ):
+        sock.setsockopt(level, option, value)
+
+
 class Pool:
     """Connections to one server, of one event loop."""
 
-    def __init__(self, base: str, socket: str | None, headers: dict[str, str]) -> None:
+    def __init__(self, base: str, path: str | None, headers: dict[str, str]) -> None:
         parts = urlsplit(base)
-        self._socket = socket
+        self._path = path
         self._host = parts.hostname or "dsec"
         self._port = parts.port or 80
         self._prefix = parts.path.rstrip("/")
@@ -207,10 +220,11 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
-                if self._socket is not None:
-                    _, connection = await loop.create_unix_connection(_Connection, self._socket)
+                if self._path is not None:
+                    _, connection = await loop.create_unix_connection(_Connection, self._path)
                 else:
-                    _, connection = await loop.create_connection(_Connection, self._host, self._port)
+                    wire, connection = await loop.create_connection(_Connection, self._host, self._port)
+                    _keep_alive(wire)
         except OSError as error:  # a TimeoutError is one, too
             raise NotConnectedError(error.strerror or str(error) or "no answer within 10 s") from error
         return connection

@@ -111,7 +111,7 @@ class AsyncSandbox:
         laid over the sandbox's. `user` is a name, uid, `name:group` or `uid:gid`. `stdin` is bytes, text (as UTF-8), a binary file or any (async)
         iterable of bytes; None is /dev/null. The command's end ends the call: children in the background live on and do not delay it.
 
-        `timeout` (seconds; None: no limit) kills the command and everything it started. `output_limit` (bytes for each stream) drops the
+        `timeout` (seconds; None: no limit) kills the command and everything it started. `output_limit` (bytes for each stream, at most 64 MiB) drops the
         middle of what is longer. Exit codes and signals are results, not errors, unless `check` is set. The call is repeated over a lost
         connection without running the command twice.
 
