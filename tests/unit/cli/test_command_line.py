@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -114,11 +115,16 @@ def test_the_daemon_is_found_by_its_lock(own_home: Path) -> None:
         assert found.pid == os.getpid()
         assert not found.ended(within_s=0)
         found.close()
-        with pytest.raises(Conflict, match="dsec down"):
-            instance.refuse_second(paths)
+        instance.refuse_second(paths)  # a sweep's lock: nothing listens
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(paths.api_socket))
+            server.listen()
+            with pytest.raises(Conflict, match="dsec down"):
+                instance.refuse_second(paths)
         os.close(descriptor)
         assert instance.find(paths) is None
     finally:
+        paths.api_socket.unlink(missing_ok=True)
         paths.lock_file.unlink(missing_ok=True)
         paths.run_dir.rmdir()
 
