@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import time
 from pathlib import Path
 
 from dsec.api.errors import Conflict, PermissionDenied
