@@ -157,12 +157,33 @@ impl Agent {
     fn reap(&mut self) {
         let mut info = [0u8; 128];
         while io::read(self.children.raw(), &mut info).is_ok() {}
-        while let Some(ended) = task::reap() {
+        while let Some(change) = task::change() {
+            let ended = match change {
+                task::Change::Ended(ended) => ended,
+                task::Change::Stopped(pid) => {
+                    self.stopped(pid);
+                    continue;
+                }
+            };
             if let Some(stream) = self.workers.remove(&ended.pid) {
                 self.worker_died(stream);
             } else if let Some(key) = self.table.reaped(ended.pid) {
                 self.main_died(key, &ended);
             }
+        }
+    }
+
+    /// Root in the sandbox can stop a child of ours that is not yet, or never becomes, a command: its caller
+    /// would wait for ever. A command may be stopped, and stay so.
+    fn stopped(&mut self, pid: i32) {
+        let ours = self.workers.contains_key(&pid)
+            || self.table.find_pid(pid).is_some_and(|key| {
+                // It may have become the command just before.
+                self.status_ready(key);
+                self.table.is_starting(key)
+            });
+        if ours {
+            let _ = task::kill(pid, SIGKILL);
         }
     }
 

@@ -18,29 +18,41 @@ pub struct Ended {
     pub peak_bytes: u64,
 }
 
-/// Reaps one ended child, if there is one.
-pub fn reap() -> Option<Ended> {
+/// What became of a child.
+pub enum Change {
+    Ended(Ended),
+    /// It was stopped by a signal; the kernel tells so once for each stop.
+    Stopped(i32),
+}
+
+/// Takes one change of a child, and reaps it if it has ended.
+pub fn change() -> Option<Change> {
     const WNOHANG: u32 = 1;
+    const WUNTRACED: u32 = 2;
+    const STOPPED: i32 = 0x7f;
     let mut status = 0i32;
     let mut usage = [0i64; 18];
     let pid = call!(
         nr::WAIT4,
         -1isize,
         &mut status as *mut i32,
-        WNOHANG,
+        WNOHANG | WUNTRACED,
         usage.as_mut_ptr()
     )
     .ok()?;
     if pid == 0 {
         return None;
     }
+    if status & 0xff == STOPPED {
+        return Some(Change::Stopped(pid as i32));
+    }
     let cpu_us = (usage[0] + usage[2]) * 1_000_000 + usage[1] + usage[3];
-    Some(Ended {
+    Some(Change::Ended(Ended {
         pid: pid as i32,
         status,
         cpu_us: cpu_us as u64,
         peak_bytes: usage[4] as u64 * 1024,
-    })
+    }))
 }
 
 /// Sends a signal; `pid` may be negative for a process group.
