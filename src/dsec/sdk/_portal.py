@@ -94,15 +94,23 @@ def _shut_down(
 def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     outcome: Future[T] = Future()
     tasks: list[asyncio.Task[T]] = []
-    loop.call_soon_threadsafe(_start, loop, coroutine, outcome, tasks)
     try:
+        # Within the block: Ctrl-C may come at any instruction, also right after the task was asked for.
+        loop.call_soon_threadsafe(_start, loop, coroutine, outcome, tasks)
         return outcome.result()
     except BaseException:
         if not outcome.done():
-            # Looked up on the loop: the task is made there, perhaps after this line.
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108
+            loop.call_soon_threadsafe(_cancel, coroutine, outcome, tasks)
             wait([outcome], timeout=CANCEL_S)
         raise
+
+
+def _cancel(coroutine: Coroutine[Any, Any, T], outcome: Future[T], tasks: list[asyncio.Task[T]]) -> None:
+    if tasks:
+        tasks[0].cancel()
+    else:  # it was never asked for
+        coroutine.close()
+        outcome.cancel()
 
 
 def _start(
