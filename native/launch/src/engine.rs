@@ -11,7 +11,7 @@ use crate::clone::{clone_vm, Stack};
 use crate::error::{Error, Result};
 use crate::host::{self, Host};
 use crate::root::{self, Layers, Root};
-use crate::slot::{Key, Slot, Slots};
+use crate::slot::{Key, Past, Slot, Slots};
 use crate::spec::{FdName, Namespaces, Spec};
 use crate::sys::{self, raw, FsContext};
 
@@ -35,7 +35,7 @@ pub struct Sandbox {
     slot: Slot,
     /// None for an adopted sandbox, whose slot is not reused.
     key: Option<Key>,
-    sealed: bool,
+    past: Past,
     /// Its first process is pid 1 of a namespace: with it, everything ends.
     pid_ns: bool,
     _layers: Vec<Arc<OwnedFd>>,
@@ -148,7 +148,10 @@ impl Engine {
             us: Default::default(),
             slot,
             key: None,
-            sealed: false,
+            past: Past {
+                sealed: false,
+                net_admin: true,
+            },
             pid_ns: false,
             _layers: Vec::new(),
         })
@@ -161,7 +164,7 @@ impl Engine {
             channel,
             mut slot,
             key,
-            sealed,
+            past,
             pid_ns,
             _layers: layers,
             ..
@@ -184,7 +187,7 @@ impl Engine {
             // Without a pid namespace cgroup.kill was used just now: see `Worker::start`.
             Some(key) if pid_ns => {
                 self.slots
-                    .give_back(&self.host, &self.cgroups, slot, key, sealed)?
+                    .give_back(&self.host, &self.cgroups, slot, key, past)?
             }
             _ => self.slots.discard(&self.cgroups, slot)?,
         }
@@ -287,7 +290,10 @@ impl Worker {
                     us,
                     slot,
                     key: Some(key.clone()),
-                    sealed: spec.sysctls_sealed(),
+                    past: Past {
+                        sealed: spec.sysctls_sealed(),
+                        net_admin: spec.net_admin,
+                    },
                     pid_ns: spec.ns.pid,
                     _layers: layers,
                 })

@@ -157,20 +157,30 @@ const DUMPS: [(u16, usize, &[u16]); 5] = [
     (38, 20, &[3, 7]), // RTM_GETQDISC; TCA_STATS, TCA_STATS2
 ];
 /// netstat is left out: nothing in it counts unless a packet passed lo, which the link's own counters show.
-const COUNTERS: [&str; 3] = ["snmp", "snmp6", "sockstat"];
+/// Any other counter, and a socket in TIME_WAIT, needs a packet, which these count.
+const COUNTERS: [&str; 3] = ["dev", "snmp", "snmp6"];
+const MORE_COUNTERS: [&str; 1] = ["sockstat"];
 
-/// What a network namespace looks like; two that never did anything look the same.
-pub fn fingerprint(host: &Host, net: BorrowedFd) -> Result<u64> {
+/// What a network namespace looks like; two that never did anything look the same. `configurable` tells whether anybody inside
+/// could have had CAP_NET_ADMIN: only then links, addresses, routes, rules, queues and packet filters need a look.
+pub fn fingerprint(host: &Host, net: BorrowedFd, configurable: bool) -> Result<u64> {
     within(host, net, || {
         let mut hash = DefaultHasher::new();
-        let socket = netlink(libc::NETLINK_ROUTE)?;
-        for (kind, fixed, skip) in DUMPS {
-            dump(&socket, kind, fixed, skip, &mut hash)?;
+        if configurable {
+            let socket = netlink(libc::NETLINK_ROUTE)?;
+            for (kind, fixed, skip) in DUMPS {
+                dump(&socket, kind, fixed, skip, &mut hash)?;
+            }
+            nft_generation(&mut hash);
         }
-        nft_generation(&mut hash);
-        for name in COUNTERS {
+        let more = if configurable {
+            &MORE_COUNTERS[..]
+        } else {
+            &[]
+        };
+        for name in COUNTERS.iter().chain(more) {
             let text = sys::read_small(host.proc.as_fd(), &format!("thread-self/net/{name}"))?;
-            if name == "sockstat" {
+            if *name == "sockstat" {
                 hash.write(own_sockets(&text).as_bytes());
             } else {
                 hash.write(text.as_bytes());

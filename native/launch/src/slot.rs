@@ -23,6 +23,15 @@ const DEFAULT_TARGET: usize = 8;
 /// A pool that nobody drew from for so long is emptied.
 const IDLE: Duration = Duration::from_secs(120);
 
+/// What an ended sandbox could have done to its slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Past {
+    /// Its sysctls cannot have been changed.
+    pub sealed: bool,
+    /// Somebody inside may have had CAP_NET_ADMIN.
+    pub net_admin: bool,
+}
+
 pub struct Slot {
     pub index: u32,
     pub userns: Option<OwnedFd>,
@@ -82,7 +91,7 @@ pub struct Slots {
     table: Mutex<Table>,
     wake: Condvar,
     /// What an untouched network namespace looks like; None if two untouched ones differ, and then none is ever reused.
-    pristine: Option<u64>,
+    pristine: Option<[u64; 2]>,
     counts: Mutex<(u64, u64, u64)>,
 }
 
@@ -104,10 +113,11 @@ impl Slots {
             ..Table::default()
         };
         table.hint = SLOTS - 1;
-        let look = || -> Result<u64> {
+        let look = || -> Result<[u64; 2]> {
             let (_user, net) = netns::make(host, base, base, true)?;
             let net = net.ok_or_else(|| Error::Unsupported("no network namespace".into()))?;
-            netns::fingerprint(host, net.as_fd())
+            let print = |configurable| netns::fingerprint(host, net.as_fd(), configurable);
+            Ok([print(false)?, print(true)?])
         };
         let (first, second) = (look()?, look()?);
         Ok(Self {
@@ -224,15 +234,15 @@ impl Slots {
         Ok((Some(userns), netns))
     }
 
-    /// Takes back the slot of an ended sandbox: into the pool if it is proven clean, else away. `sealed` says that its sysctls
-    /// cannot have been changed. Nothing of the sandbox may live any more.
+    /// Takes back the slot of an ended sandbox: into the pool if it is proven clean, else away. Nothing of the sandbox may live
+    /// any more.
     pub fn give_back(
         &self,
         host: &Host,
         cgroups: &Cgroups,
         mut slot: Slot,
         key: Key,
-        sealed: bool,
+        past: Past,
     ) -> Result<()> {
         let wanted = {
             let table = lock(&self.table);
@@ -241,7 +251,7 @@ impl Slots {
         if !wanted {
             return self.discard(cgroups, slot);
         }
-        if let Err(e) = self.reset(host, cgroups, &mut slot, &key, sealed) {
+        if let Err(e) = self.reset(host, cgroups, &mut slot, &key, past) {
             let _ = self.discard(cgroups, slot);
             return Err(e);
         }
@@ -262,9 +272,9 @@ impl Slots {
         cgroups: &Cgroups,
         slot: &mut Slot,
         key: &Key,
-        sealed: bool,
+        past: Past,
     ) -> Result<()> {
-        let clean = sealed && self.namespaces_clean(host, slot);
+        let clean = past.sealed && self.namespaces_clean(host, slot, past);
         if !clean && key.user {
             (slot.userns, slot.netns) = (None, None);
             (slot.userns, slot.netns) = self.namespaces(host, slot.index, key.user, key.net)?;
@@ -290,13 +300,12 @@ impl Slots {
     }
 
     /// Proves that the network namespace never carried a packet nor was configured, and that no key exists under the slot's ids.
-    fn namespaces_clean(&self, host: &Host, slot: &Slot) -> bool {
+    fn namespaces_clean(&self, host: &Host, slot: &Slot, past: Past) -> bool {
         let network = match (&slot.netns, self.pristine) {
             (None, _) => true,
             (Some(_), None) => false,
-            (Some(net), Some(pristine)) => {
-                netns::fingerprint(host, net.as_fd()).is_ok_and(|f| f == pristine)
-            }
+            (Some(net), Some(pristine)) => netns::fingerprint(host, net.as_fd(), past.net_admin)
+                .is_ok_and(|f| f == pristine[usize::from(past.net_admin)]),
         };
         network && (slot.userns.is_none() || self.keyless(host, slot.index))
     }
@@ -390,9 +399,11 @@ impl Slots {
         match self.make(host, cgroups, &key) {
             Ok(slot) => {
                 let mut table = lock(&self.table);
+                // Slots given back meanwhile may have filled the pools.
+                let room = table.prepared() < MAX_PREPARED;
                 match table.pools.get_mut(&key) {
-                    Some(pool) => pool.ready.push(slot),
-                    None => {
+                    Some(pool) if room => pool.ready.push(slot),
+                    _ => {
                         drop(table);
                         let _ = self.discard(cgroups, slot);
                     }

@@ -111,6 +111,8 @@ pub struct Spec {
     pub id: String,
     pub tag: Vec<u8>,
     pub project: String,
+    /// Whether anybody inside may have CAP_NET_ADMIN over the network namespace.
+    pub net_admin: bool,
     pub exe: Option<String>,
     pub argv: Vec<Vec<u8>>,
     pub env: Vec<Vec<u8>>,
@@ -161,6 +163,7 @@ impl Spec {
             id: parse_id(map)?,
             tag: map.bytes("tag")?.unwrap_or_default(),
             project: map.text("project")?.unwrap_or_default(),
+            net_admin: map.boolean("net_admin")?.unwrap_or(true),
             exe: map.text("exe")?,
             argv,
             env: map.byte_list("env")?,
