@@ -7,7 +7,7 @@ hosts the same interface runs over one connection, relaying frames without parsi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -55,7 +55,7 @@ class GuestStream(Protocol):
     async def aclose(self) -> None:
         """Reset the stream unless it has ended. Idempotent."""
 
-    async def __aenter__(self) -> GuestStream: ...
+    async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc_info: object) -> None: ...
 

@@ -306,8 +306,6 @@ def from_body(body: ErrorBody) -> DsecError:
     """Rebuild the error that travelled as `body`; an unknown code becomes a plain `DsecError`."""
     details = dict(body.details)
     sandbox_id, survived = details.pop("sandbox_id", None), details.pop("sandbox_survived", None)
-    error = ERRORS.get(body.code, DsecError)(
-        body.message, sandbox_id=sandbox_id, sandbox_survived=survived, **details
-    )
+    error = ERRORS.get(body.code, DsecError)(body.message, sandbox_id=sandbox_id, sandbox_survived=survived, **details)
     error.retryable = body.retryable
     return error
