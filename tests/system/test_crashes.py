@@ -24,7 +24,13 @@ from tests.support.timing import eventually, scaled
 
 import dsec
 
-pytestmark = [pytest.mark.system, pytest.mark.root, pytest.mark.timeout(scaled(180))]
+# One worker runs them all: a host has room for 14 instances, and each test has one or two of its own.
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.root,
+    pytest.mark.timeout(scaled(180)),
+    pytest.mark.xdist_group("crashes"),
+]
 
 SMALL: dict[str, Any] = {"memory": "64MiB", "disk": "64MiB"}
 TICKER = "i=0; while :; do echo t$i; i=$((i+1)); sleep 0.05; done"

@@ -12,7 +12,13 @@ from tests.support.timing import scaled
 
 import dsec
 
-pytestmark = [pytest.mark.system, pytest.mark.root, pytest.mark.timeout(scaled(180))]
+# One worker runs them all: a host has room for 14 instances, and each test has one or two of its own.
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.root,
+    pytest.mark.timeout(scaled(180)),
+    pytest.mark.xdist_group("instances"),
+]
 
 LITTER = r"""
 import ctypes, os, resource, socket, subprocess, threading

@@ -68,13 +68,18 @@ async def test_exec_1000_short_echoes(kind: str, client: dsec.AsyncClient, box: 
 async def test_exec_100mib_stdout(kind: str, client: dsec.AsyncClient, box: BoxFactory) -> None:
     sandbox = await box(kind)
     command = "head -c 104857600 /dev/zero | tr '\\0' a"
-    process = await sandbox.start(command)
-    digest, received, before, peak = hashlib.sha256(), 0, procfs.rss_bytes(os.getpid()), 0
+    # It begins once its consumer is attached: what is written before that is kept up to the output limit only.
+    process = await sandbox.start(f"echo; read -r _; {command}", stdin=True)
+    digest, received, before, peak = hashlib.sha256(), -1, procfs.rss_bytes(os.getpid()), 0
     async for chunk in process.output():
         assert chunk.dropped == 0
-        digest.update(chunk.data)
+        if received < 0:
+            await process.write(b"go\n")
+        else:
+            digest.update(chunk.data)
         received += len(chunk.data)
         peak = max(peak, procfs.rss_bytes(os.getpid()))
+    await process.aclose()
     assert received == 104857600
     assert digest.hexdigest() == "cee41e98d0a6ad65cc0ec77a2ba50bf26d64dc9007f7f1c7d7df68b8b71291a6"
     assert await process.wait(timeout=scaled(5)) == 0
