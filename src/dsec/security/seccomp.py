@@ -1,7 +1,7 @@
 """Compiles the strict seccomp profile to a BPF blob through libseccomp. Loading the blob is the launcher's work.
 
-The blob is for this machine's architecture alone: calls of another one (32-bit, x32) answer ENOSYS. It is sorted into a tree by call
-number (libseccomp's optimisation level 2), which loads three times as fast as the linear form.
+The blob is for this machine's architecture alone: calls of another one (32-bit, x32) answer ENOSYS. Calls that pass or fail whatever
+their arguments are decided by a tree over ranges (`ranges`), the others by libseccomp's program behind it.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dsec.security import ranges
 from dsec.security.profile import ProfileError, Rule, StrictProfile, load_strict
 
 # Debian's containers-common installs the first, an administrator's override is the second.
@@ -56,10 +57,11 @@ def compile_profile(source: Path, target: Path) -> ProfileReport:
     """Compile `source` in its strict form to the blob `target`, atomically; raises `ProfileError` and then leaves `target` as it was."""
     profile = load_strict(source)
     target.parent.mkdir(parents=True, exist_ok=True)
+    program, rules, unknown = _compile(profile)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        rules, unknown = _compile(profile, descriptor)
-        size = os.fstat(descriptor).st_size
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(program)
         os.fchmod(descriptor, 0o644)
         os.fsync(descriptor)
         Path(name).replace(target)
@@ -68,7 +70,7 @@ def compile_profile(source: Path, target: Path) -> ProfileReport:
         raise
     finally:
         os.close(descriptor)
-    return ProfileReport(rules=rules, unknown=unknown, instructions=size // _BPF_INSTRUCTION_BYTES)
+    return ProfileReport(rules=rules, unknown=unknown, instructions=len(program) // _BPF_INSTRUCTION_BYTES)
 
 
 def _library() -> ctypes.CDLL:
@@ -88,32 +90,55 @@ def _library() -> ctypes.CDLL:
         ctypes.c_uint,
         ctypes.POINTER(_ArgumentComparison),
     )
+    library.seccomp_arch_native.restype = ctypes.c_uint32
     library.seccomp_export_bpf.argtypes = (ctypes.c_void_p, ctypes.c_int)
     return library
 
 
-def _compile(profile: StrictProfile, descriptor: int) -> tuple[int, tuple[str, ...]]:
+def _compile(profile: StrictProfile) -> tuple[bytes, int, tuple[str, ...]]:
+    """Return the filter, the number of rules in it and the calls that this libseccomp does not know."""
     library = _library()
-    context = library.seccomp_init(_ACT_ERRNO | profile.default_error)
+    rules: dict[int, list[Rule]] = {}
+    unknown: set[str] = set()
+    for rule in profile.rules:
+        number = library.seccomp_syscall_resolve_name(rule.syscall.encode())
+        if number == _UNKNOWN_SYSCALL:
+            unknown.add(rule.syscall)
+        # Other negative numbers are known calls that this architecture does not have.
+        elif number >= 0 and rule.error != profile.default_error:
+            rules.setdefault(number, []).append(rule)
+    plain = {number: found[0] for number, found in rules.items() if len({*found}) == 1 and not found[0].conditions}
+    asked = [(number, rule) for number, found in rules.items() if number not in plain for rule in found]
+    program = ranges.build(
+        architecture=library.seccomp_arch_native(),
+        other_architecture=_ACT_ERRNO | errno.ENOSYS,
+        actions={number: _action(plain[number]) if number in plain else None for number in rules},
+        default=_ACT_ERRNO | profile.default_error,
+        tail=_export(library, profile.default_error, asked),
+    )
+    return program, sum(len(found) for found in rules.values()), tuple(sorted(unknown))
+
+
+def _export(library: ctypes.CDLL, default_error: int, rules: list[tuple[int, Rule]]) -> bytes:
+    """Return libseccomp's program for these rules."""
+    context = library.seccomp_init(_ACT_ERRNO | default_error)
     if not context:
         raise ProfileError("libseccomp gave no filter context")
     try:
         _check(library.seccomp_attr_set(context, _ATTR_OPTIMIZE, _OPTIMIZE_BINARY_TREE), "optimise")
         _check(library.seccomp_attr_set(context, _ATTR_BAD_ARCHITECTURE, _ACT_ERRNO | errno.ENOSYS), "architecture")
-        added = 0
-        unknown: list[str] = []
-        for rule in profile.rules:
-            number = library.seccomp_syscall_resolve_name(rule.syscall.encode())
-            if number == _UNKNOWN_SYSCALL:
-                unknown.append(rule.syscall)
-            # Other negative numbers are known calls that this architecture does not have.
-            elif number >= 0 and rule.error != profile.default_error:
-                _add_rule(library, context, rule, number)
-                added += 1
-        _check(library.seccomp_export_bpf(context, descriptor), "export")
-        return added, tuple(sorted(set(unknown)))
+        for number, rule in rules:
+            _add_rule(library, context, rule, number)
+        with tempfile.TemporaryFile() as file:
+            _check(library.seccomp_export_bpf(context, file.fileno()), "export")
+            file.seek(0)
+            return file.read()
     finally:
         library.seccomp_release(context)
+
+
+def _action(rule: Rule) -> int:
+    return _ACT_ALLOW if rule.error is None else _ACT_ERRNO | rule.error
 
 
 def _add_rule(library: ctypes.CDLL, context: int, rule: Rule, number: int) -> None:
@@ -123,8 +148,7 @@ def _add_rule(library: ctypes.CDLL, context: int, rule: Rule, number: int) -> No
             for condition in rule.conditions
         )
     )
-    action = _ACT_ALLOW if rule.error is None else _ACT_ERRNO | rule.error
-    outcome = library.seccomp_rule_add_array(context, action, number, len(terms), terms)
+    outcome = library.seccomp_rule_add_array(context, _action(rule), number, len(terms), terms)
     # A call that two entries of the profile open in the same way.
     if outcome != -errno.EEXIST:
         _check(outcome, rule.syscall)

@@ -3,13 +3,14 @@
 import ctypes
 import errno
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dsec.security import compile_profile, find_profile
+from dsec.security import compile_profile, find_profile, seccomp
 from dsec.security.profile import ProfileError, load_strict
 
 # Loads the blob at argv[1], then runs argv[2] with `call(number, *arguments)` giving the errno of a raw system call, 0 for success.
@@ -99,6 +100,49 @@ def test_a_refused_call_is_eperm(blob: Path, call: str) -> None:
 )
 def test_other_calls_answer_as_the_profile_says(blob: Path, call: str, expected: str) -> None:
     assert errno_of(blob, call) == expected
+
+
+def run_filter(program: bytes, number: int, architecture: int, arguments: tuple[int, ...]) -> int:
+    """Interpret a classic BPF filter over one call and return its verdict."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *arguments)
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    accumulator = place = 0
+    while True:
+        code, yes, no, value = instructions[place]
+        place += 1
+        if code == 0x06:
+            return int(value)
+        if code == 0x20:
+            accumulator = struct.unpack_from("=I", data, value)[0]
+        elif code == 0x05:
+            place += value
+        elif code == 0x54:
+            accumulator &= value
+        else:
+            holds = {0x15: accumulator == value, 0x25: accumulator > value, 0x35: accumulator >= value}[code]
+            place += yes if holds else no
+
+
+def test_the_tree_over_ranges_decides_as_libseccomp_does(blob: Path) -> None:
+    library = seccomp._library()
+    profile = load_strict(find_profile())
+    rules = [
+        (number, rule)
+        for rule in profile.rules
+        if (number := library.seccomp_syscall_resolve_name(rule.syscall.encode())) >= 0
+        and rule.error != profile.default_error
+    ]
+    reference, ours = seccomp._export(library, profile.default_error, rules), blob.read_bytes()
+    assert len(ours) < len(reference) / 2
+    native = library.seccomp_arch_native()
+    words = [0, 1, 2, 8, 16, 17, 40, 0x20000, 0x20008, 0x10000000, 0x7E020000, 0xFFFFFFFF, 1 << 32, (1 << 64) - 1]
+    cases = [(word, other, 0, 0, 0, 0) for word in words for other in words]
+    for number in [*range(600), 0xFFFF, 0x3FFFFFFF, 0xFFFFFFFF]:
+        wide = number in {found for found, rule in rules if rule.conditions}
+        for arguments in cases if wide else cases[:: len(words) + 1]:
+            assert run_filter(ours, number, native, arguments) == run_filter(reference, number, native, arguments)
+    for foreign in (0x40000003, 0, 0xFFFFFFFF):
+        assert run_filter(ours, 0, foreign, cases[0]) == run_filter(reference, 0, foreign, cases[0])
 
 
 def test_ordinary_programs_work(blob: Path) -> None:
