@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import dsec.security.profile
+import dsec.security.ranges
 import dsec.security.seccomp
 from dsec.api.errors import DsecError
 from dsec.images import bootstrap_debian
@@ -30,7 +31,7 @@ def prepare_seccomp(paths: Paths) -> None:
     """Compile the default profile unless the blob was made from the same profile by the same code."""
     source = find_profile()
     key = hashlib.sha256(source.read_bytes())
-    for module in (dsec.security.profile, dsec.security.seccomp):
+    for module in (dsec.security.profile, dsec.security.ranges, dsec.security.seccomp):
         key.update(Path(str(module.__file__)).read_bytes())
     stamp = paths.seccomp_blob.with_name(".stamp-seccomp")
     if paths.seccomp_blob.exists() and stamp.exists() and stamp.read_text() == key.hexdigest():
