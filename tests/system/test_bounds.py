@@ -93,6 +93,14 @@ async def test_a_full_disk_stays_inside(box: BoxFactory, backing: str) -> None:
     await assert_at_ease(full)
 
 
+async def test_full_disk_and_shm_in_memory_leave_room_for_commands(box: BoxFactory) -> None:
+    full = await box(disk="128MiB", disk_backing="tmpfs", memory="256MiB")
+    await full.run("cat /dev/zero > /dev/shm/fill; cat /dev/zero > /fill", timeout=60)
+    assert (await full.run("echo still", timeout=scaled(5))).text == "still\n"
+    await full.run("rm /fill /dev/shm/fill", check=True)
+    await assert_at_ease(full)
+
+
 @pytest.mark.parametrize("backing", ["local", "tmpfs"])
 async def test_exhausted_inodes_stay_inside(box: BoxFactory, backing: str) -> None:
     full, neighbour = await box(disk="64MiB", disk_backing=backing), await box()

@@ -188,7 +188,7 @@ class ContainerBackend:
             *({"kind": "ro", "path": path} for path in _READ_ONLY),
             {"kind": "dev"},
             {"kind": "devpts"},
-            {"kind": "tmpfs", "path": "/dev/shm", "bytes": spec.memory_bytes // 2, "mode": 0o1777},  # noqa: S108 - the sandbox's own
+            {"kind": "tmpfs", "path": "/dev/shm", "bytes": _shm_bytes(spec), "mode": 0o1777},  # noqa: S108 - the sandbox's own
             {"kind": "bind", "source": str(synthetic_sysfs(self._config.run_dir, cpus)), "path": "/sys", "ro": True},
         ]
 
@@ -210,6 +210,12 @@ class ContainerBackend:
 
     def _nofile(self) -> list[int]:
         return [min(_NOFILE_SOFT, self._nofile_hard), self._nofile_hard]
+
+
+def _shm_bytes(spec: SandboxSpec) -> int:
+    """Return the size of /dev/shm. With a disk that is memory too, both full must leave a quarter for processes."""
+    on_disk = spec.disk_bytes if backing_of(spec) == "tmpfs" else 0
+    return min(spec.memory_bytes // 2, spec.memory_bytes * 3 // 4 - on_disk)
 
 
 def backing_of(spec: SandboxSpec) -> str:
