@@ -2,6 +2,7 @@
 
 mod support;
 use dsec_wire::{frame, Value};
+use std::time::Duration;
 use support::{words, Guest};
 
 #[test]
@@ -227,6 +228,49 @@ fn a_follower_gets_all_of_100_mib_in_bounded_memory() {
     assert!(done.out.iter().all(|b| *b == b'a'));
     let rss = guest.status_kib("VmHWM");
     assert!(rss < 4096, "{rss} KiB");
+}
+
+/// A start of 3 MB with a cap of 100 kB.
+fn start_large(guest: &mut Guest, id: &'static str) {
+    let request = [
+        ("m", Value::Str("exec")),
+        ("id", Value::Str(id)),
+        ("shell", Value::Bin(b"head -c 3000000 /dev/zero")),
+        ("cap", Value::UInt(100_000)),
+        ("start", Value::Bool(true)),
+    ];
+    let start = guest.open(&request, true);
+    assert!(guest.next_frame(start).fin);
+}
+
+#[test]
+fn a_start_waits_a_while_for_its_first_reader() {
+    let mut guest = Guest::start();
+    start_large(&mut guest, "read");
+    std::thread::sleep(Duration::from_millis(500));
+    let follow = guest.open(
+        &[
+            ("m", Value::Str("output")),
+            ("id", Value::Str("read")),
+            ("follow", Value::Bool(true)),
+        ],
+        false,
+    );
+    assert_eq!(guest.collect(follow).out.len(), 3_000_000);
+    // Nobody reads this one: it goes on by itself, with its middle dropped.
+    start_large(&mut guest, "unread");
+    let wait = guest.open(
+        &[
+            ("m", Value::Str("wait")),
+            ("id", Value::Str("unread")),
+            ("timeout_ms", Value::UInt(20_000)),
+        ],
+        true,
+    );
+    let done = guest.collect(wait);
+    let result = Value::decode(&done.raw).unwrap();
+    assert_eq!(result.get("exit").and_then(Value::as_u64), Some(0));
+    assert!(result.get("out_gap").and_then(Value::as_array).is_some());
 }
 
 #[test]

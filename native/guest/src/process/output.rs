@@ -32,19 +32,54 @@ impl Agent {
             tell_gaps: true,
         };
         proc.readers.push(stream);
+        proc.hold_until = None;
         self.streams
             .insert(stream, Stream::new(Kind::Output(reader)));
+        self.go_on_reading(key);
         Ok(())
+    }
+
+    /// No reader came in time: from now on the middle is dropped at the cap.
+    pub fn end_hold(&mut self, key: u64, now: u64) {
+        let Some(proc) = self.table.get_mut(key) else {
+            return;
+        };
+        if proc.hold_until.is_some_and(|at| at <= now) {
+            proc.hold_until = None;
+            self.go_on_reading(key);
+        }
+    }
+
+    /// Something that held a process back has changed.
+    fn go_on_reading(&mut self, key: u64) {
+        self.resume_reading(key);
+        if self
+            .table
+            .get(key)
+            .is_some_and(|p| p.phase == Phase::Draining)
+        {
+            for channel in 0..2 {
+                self.drain_output(key, channel);
+            }
+            self.try_finalise(key);
+        }
     }
 
     /// Bytes that may be read from a pipe now, so that no follower loses anything.
     fn allowance(&mut self, key: u64, channel: usize) -> usize {
+        let spare =
+            self.config
+                .output_budget()
+                .saturating_sub(self.table.output_held() + (2 * PIECE) as u64) as usize;
         let Some(proc) = self.table.get_mut(key) else {
             return 0;
         };
         let out = &mut proc.outs[channel];
         if proc.readers.is_empty() {
-            return PIECE;
+            return match proc.hold_until {
+                Some(_) => out.ring.room().min(spare).min(PIECE),
+                None => PIECE,
+            };
         }
         let behind = proc
             .readers
@@ -216,17 +251,7 @@ impl Agent {
         }
         if let Some(Kind::Output(reader)) = self.streams.get_mut(id).map(|s| &s.kind) {
             let key = reader.proc;
-            self.resume_reading(key);
-            if self
-                .table
-                .get(key)
-                .is_some_and(|p| p.phase == Phase::Draining)
-            {
-                for channel in 0..2 {
-                    self.drain_output(key, channel);
-                }
-                self.try_finalise(key);
-            }
+            self.go_on_reading(key);
         }
         sent
     }

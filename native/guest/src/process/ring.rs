@@ -52,6 +52,16 @@ impl Ring {
         self.tail_limit.min(262_144) as u64
     }
 
+    /// Bytes that may still be written before anything is dropped.
+    pub fn room(&self) -> usize {
+        let head = if self.tail.is_empty() {
+            self.head_limit - self.head.len()
+        } else {
+            0
+        };
+        head + (self.tail_limit - self.tail.len().min(self.tail_limit))
+    }
+
     /// Forgets the content and keeps none of what comes later.
     pub fn discard(&mut self) {
         *self = Ring {

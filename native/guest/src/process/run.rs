@@ -16,6 +16,8 @@ use alloc::vec::Vec;
 use dsec_wire::{frame, Encoder, Value};
 
 /// Output of both streams together that goes inside the result map.
+/// A reader that follows a start comes within this, or does not mean to.
+const HOLD_US: u64 = 2_000_000;
 const INLINE: u64 = 49_152;
 /// After a tree kill: how long to wait for the cgroup to become empty before answering anyway.
 const EMPTY_US: u64 = 2_000_000;
@@ -124,6 +126,7 @@ impl Agent {
             leaf,
             lingering: false,
             empty_by: None,
+            hold_until: (request.start && request.cap > 0).then_some(started_us + HOLD_US),
             killed_for: None,
             oom_before: cgroup::oom_kills(self.oom.as_ref()),
             ending: None,
@@ -481,7 +484,8 @@ impl Agent {
         let due = self
             .table
             .iter()
-            .filter_map(|(_, p)| p.deadline)
+            .flat_map(|(_, p)| [p.deadline, p.hold_until])
+            .flatten()
             .chain(waits)
             .min();
         let polling =
@@ -509,6 +513,7 @@ impl Agent {
             } else if proc.empty_by.is_some() {
                 self.after_death(key);
             }
+            self.end_hold(key, now);
         }
         let late: Vec<(u32, u64)> = self
             .streams

@@ -91,6 +91,8 @@ pub struct Proc {
     pub lingering: bool,
     /// After a tree kill: until when to wait for the leaf to become empty.
     pub empty_by: Option<u64>,
+    /// Until then, or until the first reader came, a started process is held back rather than its output dropped.
+    pub hold_until: Option<u64>,
     pub killed_for: Option<Reason>,
     pub oom_before: u64,
     pub ending: Option<Ending>,
