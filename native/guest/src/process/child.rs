@@ -296,7 +296,8 @@ fn search(name: &CStr, path: &[u8], words: &[CString], env: &[CString]) -> Broke
     if name.to_bytes().is_empty() || name.to_bytes().contains(&b'/') {
         return attempt(name, words, env);
     }
-    let mut result = Broken::new(Step::Exec, Errno::ENOENT);
+    let named = String::from_utf8_lossy(name.to_bytes()).into_owned();
+    let mut result = Broken(Step::Exec, Errno::ENOENT, named);
     for dir in path.split(|b| *b == b':') {
         let dir = if dir.is_empty() { b"." } else { dir };
         let Ok(full) = CString::new([dir, b"/", name.to_bytes()].concat()) else {
