@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dsec.api.errors import ConnectionFailed, InvalidRequest, Unauthenticated
@@ -34,7 +35,7 @@ def resolve(url: str | None, key: str | None) -> Endpoint:
     key = key or os.environ.get("DSEC_API_KEY") or None
     if url is None:
         paths = Paths.discover()
-        if key is None and not paths.api_key_file.exists() and not paths.api_socket.exists():
+        if key is None and not _exists(paths.api_key_file) and not paths.api_socket.exists():
             raise ConnectionFailed(
                 f"no dsec daemon was started for {paths.home}: start one with `dsec up`, or set DSEC_URL"
             )
@@ -56,13 +57,20 @@ def _split(url: str) -> tuple[str, str | None]:
     )
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # a folder on the way is closed to this user: reading says so
+        return True
+
+
 def _local_key() -> str:
     path = Paths.discover().api_key_file
     try:
         return path.read_text(encoding="ascii").strip()
     except PermissionError as error:
         raise Unauthenticated(
-            f"the API key in {path} may not be read by this user: set DSEC_API_KEY or pass key="
+            f"the API key in {path} may not be read by this user: run as its owner, or set DSEC_API_KEY"
         ) from error
     except OSError as error:
         raise Unauthenticated("no API key: set DSEC_API_KEY or pass key=") from error

@@ -157,7 +157,7 @@ def _trials() -> Iterator[Check]:
             [sys.executable, "-I", str(script)], capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=True
         )
         outcome = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         problem = f"the trial process failed: {error}"
     for name, (feature, required, fix) in _TRIALS.items():
         ok, detail = outcome.get(name, [None, problem or "not tried"])
