@@ -19,9 +19,6 @@ def doctor(*, fix: bool, as_json: bool) -> int:
     """Print the checks; 0 if sandboxes can start here, else 1."""
     home = Paths.discover().home
     checks = probe(home)
-    low = [check for check in checks if check.feature is Feature.SCALE and check.ok is False]
-    if low and not fix and not as_json and os.geteuid() == 0 and sys.stdin.isatty():
-        fix = _agreed(low)
     if fix:
         _raise()
         checks = probe(home)
@@ -37,9 +34,14 @@ def doctor(*, fix: bool, as_json: bool) -> int:
     for check in checks:
         if check.ok is False and check.fix:
             output.say(f"\n{check.name}: {check.fix}")
-    if low and not fix:
-        output.say("\n`dsec doctor --fix`, as root, raises the limits that are too low (until the next boot).")
     output.say("\nSandboxes can start here." if usable else "\nNo sandbox can start here yet.")
+    low = [check for check in checks if check.feature is Feature.SCALE and check.ok is False]
+    if low and not fix:
+        if os.geteuid() == 0 and sys.stdin.isatty():
+            if _agreed(low):
+                _raise()
+        else:
+            output.say("\n`dsec doctor --fix`, as root, raises the limits that are too low (until the next boot).")
     return 0 if usable else 1
 
 
@@ -56,7 +58,7 @@ def _verdict(feature: Feature, checks: tuple[Check, ...]) -> str:
 
 def _agreed(low: list[Check]) -> bool:
     names = ", ".join(check.name for check in low)
-    sys.stderr.write(f"Raise {names} now, until the next boot? [y/N] ")
+    sys.stderr.write(f"\nRaise {names} now, until the next boot? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -14,7 +14,7 @@ from typing import ParamSpec
 
 import typer
 
-from dsec.api.errors import DsecError
+from dsec.api.errors import DsecError, InvalidRequest
 from dsec.cli import output
 
 P = ParamSpec("P")
@@ -22,6 +22,11 @@ P = ParamSpec("P")
 FAILED = 1
 NOT_RUN = 125
 INTERRUPTED = 130
+WRONG_USE = 2
+
+
+class WrongUse(InvalidRequest):
+    """The command line itself is wrong; nothing was asked of a server."""
 
 
 def reports_errors(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -33,6 +38,9 @@ def reports_errors(command: Callable[P, int | None]) -> Callable[P, None]:
         as_json = bool(kwargs.get("json"))
         try:
             code = command(*args, **kwargs) or 0
+        except WrongUse as error:
+            report(error, as_json=as_json)
+            raise typer.Exit(WRONG_USE) from None
         except DsecError as error:
             report(error, as_json=as_json)
             raise typer.Exit(failed) from None

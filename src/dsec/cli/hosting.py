@@ -7,10 +7,9 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from dsec.api.errors import InvalidRequest
 from dsec.cli import options as o
 from dsec.cli import output
-from dsec.cli.errors import reports_errors
+from dsec.cli.errors import WrongUse, reports_errors
 
 image_app = typer.Typer(no_args_is_help=True, help="Images: what sandboxes are made from.", rich_markup_mode=None)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what SPECIFICATION.md promises.", rich_markup_mode=None)
@@ -103,7 +102,7 @@ def image_bootstrap(
     from dsec.paths import Paths
 
     if distribution != "debian":
-        raise InvalidRequest(f"only debian can be bootstrapped, not {distribution!r}")
+        raise WrongUse(f"only debian can be bootstrapped, not {distribution!r}")
     with _Progress() as progress:
         made = bootstrap_debian(
             Paths.discover().images_dir, include=include, name=name, force=force, progress=progress.report

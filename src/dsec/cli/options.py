@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.api.errors import InvalidRequest
+from dsec.cli.errors import WrongUse
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Labels = Annotated[list[str], typer.Option("--label", "-l", metavar="KEY=VALUE", help="A label; may be repeated.")]
@@ -27,11 +27,11 @@ WithStdin = Annotated[bool, typer.Option("--stdin", "-I", help="Pass stdin on to
 
 
 def pairs(items: list[str], *, what: str) -> dict[str, str]:
-    """`KEY=VALUE` texts as a mapping. Raises InvalidRequest for one without a `=`."""
+    """`KEY=VALUE` texts as a mapping. Raises WrongUse for one without a `=`."""
     found = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not name:
-            raise InvalidRequest(f"{what} must be NAME=VALUE, not {item!r}")
+            raise WrongUse(f"{what} must be NAME=VALUE, not {item!r}")
         found[name] = value
     return found

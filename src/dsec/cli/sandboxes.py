@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsec.api.errors import DsecError, ExecTimeout, InvalidRequest
+from dsec.api.errors import DsecError, ExecTimeout, FileIsDirectory
 from dsec.cli import options as o
 from dsec.cli import output
-from dsec.cli.errors import NOT_RUN, reports_errors
+from dsec.cli.errors import NOT_RUN, WrongUse, reports_errors
 
 if TYPE_CHECKING:
+    from dsec.api.types import SandboxRecord
     from dsec.sdk import AsyncClient, AsyncProcess, AsyncSandbox
 
 _STDIN_PIECE = 65_536
@@ -73,7 +74,7 @@ def create(
         "max_lifetime": max_lifetime or None,
     }
     if count < 1:
-        raise InvalidRequest("--count must be at least 1")
+        raise WrongUse("--count must be at least 1")
     return asyncio.run(_create(count, arguments, as_json=json))
 
 
@@ -167,7 +168,7 @@ def _command(words: list[str]) -> str | list[str]:
     if words[0] == "--":  # after a positional argument, the parser leaves it in
         words = words[1:]
     if not words:
-        raise InvalidRequest("say which command to run")
+        raise WrongUse("say which command to run")
     return words[0] if len(words) == 1 else words
 
 
@@ -275,13 +276,17 @@ def cp(
 async def _cp(source: str, target: str, user: str | None, *, as_json: bool) -> int:
     origin, place = _remote(source), _remote(target)
     if (origin is None) == (place is None):
-        raise InvalidRequest("one of the two must be SANDBOX:PATH, the other a local path")
+        raise WrongUse("one of the two must be SANDBOX:PATH, the other a local path")
     async with _client() as client:
         with output.working(f"copying {source} to {target}"):
             if place is not None:
                 sandbox_id, path = place
                 path = path + _base_name(source) if path.endswith("/") else path
-                moved = await (await client.get(sandbox_id)).files.upload(source, path, user=user)
+                files = (await client.get(sandbox_id)).files
+                try:
+                    moved = await files.upload(source, path, user=user)
+                except FileIsDirectory as error:
+                    raise WrongUse(f"{path} is a folder in the sandbox: write {target}/ to copy into it") from error
             else:
                 assert origin is not None
                 sandbox_id, path = origin
@@ -322,12 +327,13 @@ def ps(
 
 
 async def _list(state: str | None, labels: dict[str, str], limit: int, *, as_json: bool) -> int:
-    records = []
+    records: list[SandboxRecord] = []
     async with _client() as client:
         async for item in client.list_all(labels=labels, state=state):
-            records.append(item.record)
             if len(records) >= limit:
+                output.note(f"there are more than these {limit}: show them with --limit")
                 break
+            records.append(item.record)
     if as_json:
         output.print_json(records)
         return 0
@@ -405,7 +411,7 @@ def stop(
     """Stop sandboxes, and wait until nothing of them is left."""
     ids, labels = list(sandboxes or []), o.pairs(label, what="--label")
     if not ids and not labels and not everything:
-        raise InvalidRequest("say which: ids, --label KEY=VALUE, or --all")
+        raise WrongUse("say which: ids, --label KEY=VALUE, or --all")
     return asyncio.run(_stop(ids, labels, everything=everything, as_json=json))
 
 

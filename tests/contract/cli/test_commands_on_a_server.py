@@ -69,9 +69,10 @@ def test_a_timeout_is_told_apart(dsec: Dsec, box: str) -> None:
 def test_exec_json_is_the_result(dsec: Dsec, box: str) -> None:
     result = json.loads(dsec("exec", "--json", box, "--", "python3", "-c", "print(6*7)").stdout)
     assert (result["stdout"], result["exit_code"], result["reason"]) == ("42\n", 0, "exit")
-    missing = dsec("exec", "--json", box, "--", "/no/such", "argument")
+    missing = dsec("exec", "--json", box, "--", "no-such", "argument")
     assert missing.returncode == 125
     assert json.loads(missing.stdout)["error"]["code"] == "command_not_started"
+    assert "no-such" in missing.stderr
 
 
 def test_files_are_copied_both_ways(dsec: Dsec, box: str, tmp_path: Path) -> None:
@@ -81,7 +82,22 @@ def test_files_are_copied_both_ways(dsec: Dsec, box: str, tmp_path: Path) -> Non
     assert dsec("exec", box, "cat /w/tree/sub/file").stdout == "content"
     assert dsec("cp", f"{box}:/w/tree/sub/file", str(tmp_path)).returncode == 0
     assert (tmp_path / "file").read_text() == "content"
-    assert "SANDBOX:PATH" in dsec("cp", "a", "b").stderr
+    onto = dsec("cp", str(tmp_path / "file"), f"{box}:/w")
+    assert (onto.returncode, f"{box}:/w/" in onto.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("cp", "a", "b"), "SANDBOX:PATH"),
+        (("stop",), "--all"),
+        (("create", "-n", "0"), "--count"),
+        (("run", "-e", "X", "true"), "NAME=VALUE"),
+    ],
+)
+def test_a_wrong_use_ends_with_2(dsec: Dsec, words: tuple[str, ...], told: str) -> None:
+    done = dsec(*words)
+    assert (done.returncode, told in done.stderr) == (2, True)
 
 
 def test_listing_events_and_stopping(dsec: Dsec, box: str) -> None:

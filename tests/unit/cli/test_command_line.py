@@ -67,7 +67,7 @@ def test_no_daemon_is_one_sentence_with_what_to_do() -> None:
     assert json.loads(as_json.stdout)["error"]["code"] == "connection_failed"
     assert CliRunner().invoke(app, ["run", "true"]).exit_code == 125
     assert CliRunner().invoke(app, ["exec", "someid", "true"]).exit_code == 125
-    assert CliRunner().invoke(app, ["stop"]).exit_code == 1
+    assert CliRunner().invoke(app, ["stop"]).exit_code == 2
     assert CliRunner().invoke(app, ["no-such-command"]).exit_code == 2
 
 
