@@ -227,6 +227,12 @@ async def test_the_guest_of_a_small_sandbox_survives_its_own_buffers(box: BoxFac
     for _ in range(20):
         result = await sandbox.run("head -c 9000000 /dev/zero", output_limit="10MiB")
         assert result.stdout_total == 9_000_000
+    # Side by side they share one budget: the middle goes, not the sandbox.
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(sandbox.run("head -c 9000000 /dev/zero", output_limit="10MiB")) for _ in range(8)]
+    results = [call.result() for call in calls]
+    assert {result.stdout_total for result in results} == {9_000_000}
+    assert any(result.truncated for result in results)
     assert (await sandbox.run("echo alive")).text == "alive\n"
 
 
