@@ -30,7 +30,7 @@ def down(*, keep: bool, as_json: bool) -> int:
             raise DeadlineExceeded(
                 f"the daemon (pid {daemon.pid}) did not end within {_END_S:.0f} s; see {paths.log_file}"
             )
-        _tell("stopped", as_json=as_json)
+        _tell("stopped", as_json=as_json, more="; the sandboxes run on" if keep else "")
     elif not keep and _launcher_lives(paths):
         if os.geteuid() != 0:
             raise PermissionDenied("a dead daemon left sandboxes behind: run this as root to end them")
@@ -42,11 +42,11 @@ def down(*, keep: bool, as_json: bool) -> int:
     return 0
 
 
-def _tell(what: str, *, as_json: bool) -> None:
+def _tell(what: str, *, as_json: bool, more: str = "") -> None:
     if as_json:
         output.print_json({"daemon": what})
     else:
-        output.say(what)
+        output.say(what + more)
 
 
 def _launcher_lives(paths: Paths) -> bool:

@@ -331,7 +331,7 @@ async def _list(state: str | None, labels: dict[str, str], limit: int, *, as_jso
     async with _client() as client:
         async for item in client.list_all(labels=labels, state=state):
             if len(records) >= limit:
-                output.note(f"there are more than these {limit}: show them with --limit")
+                output.note(f"there are more: --limit {limit} ended the list")
                 break
             records.append(item.record)
     if as_json:
