@@ -223,7 +223,7 @@ class AsyncSandbox:
         return AsyncProcess(self._transport, self.id, info)
 
     async def attach(self, process_id: str) -> AsyncProcess:
-        """Find a process by dsec's id of it, whoever started it. Raises NotFound, SandboxGone."""
+        """Find a process by dsec's id of it, or by its pid as text, whoever started it. Raises NotFound, SandboxGone."""
         info = await self._transport.call(_calls.process(self.id, process_id))
         return AsyncProcess(self._transport, self.id, info)
 

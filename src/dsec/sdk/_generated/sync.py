@@ -294,7 +294,7 @@ class Sandbox:
         return Process(self._portal, self._portal.run(self._async.start(command, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, output_limit=output_limit, pty=pty, request_id=request_id)))
 
     def attach(self, process_id: str) -> Process:
-        """Find a process by dsec's id of it, whoever started it. Raises NotFound, SandboxGone."""
+        """Find a process by dsec's id of it, or by its pid as text, whoever started it. Raises NotFound, SandboxGone."""
         return Process(self._portal, self._portal.run(self._async.attach(process_id)))
 
     def processes(self) -> list[Process]:
