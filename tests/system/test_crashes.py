@@ -9,12 +9,13 @@ import asyncio
 import os
 import random
 import re
+import resource
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -426,3 +427,53 @@ async def test_a_second_daemon_in_the_same_home_is_refused(fresh_daemon: FreshDa
         assert b"Traceback" not in second.stderr
         assert second.stderr or second.stdout
         assert (await sandbox.run("echo alive")).text == "alive\n"
+
+
+async def test_an_edge_without_free_descriptors_leaks_no_sandbox(fresh_daemon: FreshDaemon) -> None:
+    """Descriptors that the launcher passed are lost with the packet: the edge asks it anew what it has."""
+    daemon = fresh_daemon()
+    async with daemon.client() as client:
+        sandbox = await client.create("container", **SMALL)
+        open_now = len(os.listdir(f"/proc/{daemon.edge_pid}/fd"))  # noqa: PTH208
+        limits = resource.prlimit(daemon.edge_pid, resource.RLIMIT_NOFILE, (open_now + 1, 20_000))
+        create = asyncio.ensure_future(client.create("container", **SMALL))
+        await asyncio.sleep(0.5)
+        resource.prlimit(daemon.edge_pid, resource.RLIMIT_NOFILE, limits)
+        new = await create
+        assert (await sandbox.run("echo alive")).text == "alive\n"
+        assert (await new.run("echo new")).text == "new\n"
+        assert {entry.id for entry in (await client.list()).items} == {sandbox.id, new.id}
+        await eventually(lambda: len(daemon.guest_pids()) == 2, within_s=5, what="no guest is left over")
+
+
+async def test_an_edge_killed_while_sandboxes_start_leaks_none(fresh_daemon: FreshDaemon) -> None:
+    """What the launcher was still starting for the dead edge is nobody's, and ends."""
+    daemon = fresh_daemon()
+    async with daemon.client() as client:
+        sandbox = await client.create("container", **SMALL)
+    for delay_ms in (2, 10, 20):
+        launcher = daemon.launcher_pid
+        assert launcher is not None
+        async with daemon.client() as client:
+            batch = asyncio.ensure_future(_drain(client.create_many(30, "container", **SMALL)))
+            await asyncio.sleep(0.01 + delay_ms / 1000)
+            os.kill(launcher, signal.SIGSTOP)
+            await asyncio.to_thread(daemon.kill_edge)
+            start = asyncio.ensure_future(asyncio.to_thread(daemon.start))
+            await asyncio.sleep(1.5)  # until the new edge waits for the launcher, too
+            os.kill(launcher, signal.SIGCONT)
+            await start
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+    async with daemon.client() as client:
+
+        async def agrees() -> bool:
+            return len((await client.list(limit=1000)).items) == len(daemon.guest_pids())
+
+        await eventually(agrees, within_s=10, what="every guest is a sandbox that the edge knows")
+        assert (await (await client.get(sandbox.id)).run("echo alive")).text == "alive\n"
+
+
+async def _drain(items: AsyncIterator[object]) -> None:
+    async for _ in items:
+        pass

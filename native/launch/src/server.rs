@@ -45,6 +45,8 @@ pub(crate) struct Entry {
     failure: Option<Error>,
     /// Kill requests that wait for the end.
     kills: Vec<u64>,
+    /// Its controller went away before it was started: it ends as soon as it is.
+    unwanted: bool,
 }
 
 /// A packet not yet accepted by the controller's socket, with its own copies of the descriptors.
@@ -209,6 +211,25 @@ impl Server {
         self.queue.clear();
         self.spawned.clear();
         self.killed.clear();
+        self.abandon();
+    }
+
+    /// Ends what the lost controller was still waiting for: no answer reaches it, and `list` shows the next one only what runs.
+    /// The numbers of its requests are forgotten, since the next one counts anew.
+    fn abandon(&mut self) {
+        let mut starting = Vec::new();
+        for (token, entry) in &mut self.entries {
+            entry.kills.clear();
+            entry.spawn = None;
+            match entry.phase {
+                Phase::Queued => entry.unwanted = true,
+                Phase::Starting(_) => starting.push(*token),
+                Phase::Running | Phase::Ending => {}
+            }
+        }
+        for token in starting {
+            self.end(token, None);
+        }
     }
 
     fn controller_event(&mut self, flags: u32) {
@@ -363,6 +384,7 @@ impl Server {
             spawn: Some((seq, index)),
             failure: None,
             kills: Vec::new(),
+            unwanted: false,
         };
         self.entries.insert(token, entry);
         self.pool.submit(token, Job::Start(Box::new(spec)));
@@ -388,7 +410,7 @@ impl Server {
         );
         entry.sandbox = Some(sandbox);
         let ready_ms = entry.ready_ms;
-        if !entry.kills.is_empty() {
+        if entry.unwanted || !entry.kills.is_empty() {
             return self.end(
                 token,
                 Some(Error::NotFound("killed before it was ready".into())),
@@ -593,6 +615,7 @@ impl Server {
             spawn: None,
             failure: None,
             kills: vec![],
+            unwanted: false,
         };
         self.entries.insert(token, entry);
         Ok(())

@@ -16,7 +16,7 @@ from dsec.edge.box import Box, Stage
 from dsec.edge.cgroups import Cgroups
 from dsec.edge.journal import Kept
 from dsec.edge.launcher import Launcher
-from dsec.edge.launchwire import Listed, close_all
+from dsec.edge.launchwire import Connection, Listed, close_all
 from dsec.edge.sandboxes import Sandboxes
 
 log = logging.getLogger(__name__)
@@ -58,13 +58,19 @@ async def take_over(
 
 
 async def relaunch(sandboxes: Sandboxes, launcher: Launcher, cgroups: Cgroups) -> None:
-    """After the launcher's death: end what nobody holds, start a successor, hand it the sandboxes. Raises if it cannot be started."""
+    """After the launcher's death: end what nobody holds, start a successor, hand it the sandboxes. Raises if it cannot be started.
+
+    Where only the connection was lost, the same launcher is asked what it has instead.
+    """
     living = [
         box for box in sandboxes.boxes.values() if box.channel is not None and box.life.record.state is State.RUNNING
     ]
     found = await launcher.connect_or_start(lambda: kill_strays(cgroups, {box.slot for box in living}))
     connection = launcher.connection
-    if not found and connection is not None:
+    if found and connection is not None:
+        await _reconcile(sandboxes, connection)
+        return
+    if connection is not None:
         handing = [
             Listed(box.id, box.pid, box.slot, b"", box.pidfd, box.channel.descriptor)
             for box in living
@@ -72,6 +78,17 @@ async def relaunch(sandboxes: Sandboxes, launcher: Launcher, cgroups: Cgroups) -
         ]
         await connection.adopt(handing, timeout_s=_LIST_S)
     sandboxes.after_launcher()
+
+
+async def _reconcile(sandboxes: Sandboxes, connection: Connection) -> None:
+    """Settle what was out when the connection to a living launcher was lost: end what nobody here holds, and ask again."""
+    unknown: list[str] = []
+    for listed in await connection.list_sandboxes(timeout_s=_LIST_S):
+        close_all((listed.pidfd, listed.channel))
+        if listed.id not in sandboxes.boxes:
+            unknown.append(listed.id)
+    connection.kill(unknown)
+    sandboxes.after_reconnect()
 
 
 async def kill_strays(cgroups: Cgroups, keep: set[int]) -> None:

@@ -180,7 +180,9 @@ class Sandboxes:
             box = self.boxes.get(result.id)
             if box is None:
                 continue
-            if result.error is not None and result.error.details.get("launch_code") != "not_found":
+            if box.stage is Stage.SENT:
+                self._unsent(box)
+            elif result.error is not None and result.error.details.get("launch_code") != "not_found":
                 self._kill_failed(box, result.error)
             else:
                 self.act(box, box.life.killed(now, out_of_memory=result.oom_kills > 0))
@@ -215,18 +217,20 @@ class Sandboxes:
         now = self.clock()
         for box in list(self.boxes.values()):
             if box.stage is Stage.SENT:
-                self.starting -= 1
-                box.stage = Stage.QUEUED
-                self.queued += 1
-                if box.life.stop_reason is not None:
-                    self.act(box, box.life.failed(now, EndReason.CRASHED, None))
-                elif box.attempts >= 3:
-                    self.fail(box, EndReason.CRASHED, InternalError("the launcher died three times while starting it"))
-                elif self.rooms is not None:
-                    self.rooms.again(box)
+                self._unsent(box)
             elif box.life.record.state is State.STOPPING:
                 self.act(box, box.life.killed(now))
         self._kills.clear()
+
+    def after_reconnect(self) -> None:
+        """Settle what was out when the connection was lost: whatever was being started or ended is to be ended at the launcher.
+
+        `killed` then starts the former anew; the launcher reports the end of what it has not (any more) too.
+        """
+        self._kills += [
+            box.id for box in self.boxes.values() if box.stage is Stage.SENT or box.life.record.state is State.STOPPING
+        ]
+        self._plan_turn()
 
     def close(self) -> None:
         """Close every descriptor; the sandboxes run on. Calls that are out fail as their channel closes."""
@@ -252,6 +256,18 @@ class Sandboxes:
         if (batch := box.batch) is not None:
             box.batch = None
             batch.deliver(StartResult(id=box.id, record=box.snapshot()))
+
+    def _unsent(self, box: Box) -> None:
+        """What was sent to the launcher came to nothing: the sandbox is to be started anew, unless it was to be stopped."""
+        self.starting -= 1
+        box.stage = Stage.QUEUED
+        self.queued += 1
+        if box.life.stop_reason is not None:
+            self.act(box, box.life.failed(self.clock(), EndReason.CRASHED, None))
+        elif box.attempts >= 3:
+            self.fail(box, EndReason.CRASHED, InternalError("the launcher was lost three times while starting it"))
+        elif self.rooms is not None:
+            self.rooms.again(box)
 
     def _refused(self, box: Box, error: DsecError) -> None:
         self.starting -= 1
