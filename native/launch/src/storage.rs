@@ -160,9 +160,16 @@ fn copy_sparse(from: BorrowedFd, to: BorrowedFd, size: u64) -> Result<()> {
                     0,
                 )
             };
-            if n < 0 {
-                return Err(Error::last("copy_file_range", "image"));
-            }
+            let n = match n {
+                // Template and image lie on different file systems (/run is a tmpfs), or this one cannot.
+                ..0 => {
+                    let n = copy_through_memory(from, to, input, end)?;
+                    input += n;
+                    output += n;
+                    n
+                }
+                n => n as i64,
+            };
             if n == 0 {
                 return Err(Error::Busy(
                     "the template shrank while it was copied".into(),
@@ -171,6 +178,28 @@ fn copy_sparse(from: BorrowedFd, to: BorrowedFd, size: u64) -> Result<()> {
         }
         at = end;
     }
+}
+
+/// Copies what a buffer holds of `start..end`; returns how much, 0 at the template's end.
+fn copy_through_memory(from: BorrowedFd, to: BorrowedFd, start: i64, end: i64) -> Result<i64> {
+    let mut buf = vec![0u8; ((end - start) as usize).min(128 << 10)];
+    // SAFETY: the buffer is valid for its length.
+    let read = unsafe { libc::pread(from.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), start) };
+    if read < 0 {
+        return Err(Error::last("read", "template"));
+    }
+    let mut done = 0;
+    while done < read {
+        let rest = &buf[done as usize..read as usize];
+        let at = start + done as i64;
+        // SAFETY: as above.
+        let n = unsafe { libc::pwrite(to.as_raw_fd(), rest.as_ptr().cast(), rest.len(), at) };
+        if n <= 0 {
+            return Err(Error::last("write", "image"));
+        }
+        done += n;
+    }
+    Ok(read as i64)
 }
 
 #[repr(C)]
@@ -216,4 +245,43 @@ fn attach_loop(host: &Host, image: BorrowedFd) -> Result<(OwnedFd, String)> {
     Err(Error::TooMany(
         "no loop device stays free long enough to be taken".into(),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::fd::FromRawFd;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    #[test]
+    fn a_template_on_another_file_system_is_copied_with_its_holes() {
+        // SAFETY: a plain system call; the descriptor is ours.
+        let template = unsafe {
+            let fd = libc::memfd_create(c"template".as_ptr(), libc::MFD_CLOEXEC);
+            assert!(fd >= 0);
+            File::from_raw_fd(fd)
+        };
+        let size = 8u64 << 20;
+        template.set_len(size).unwrap();
+        let block: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+        template.write_all_at(&block, 4096).unwrap();
+        template.write_all_at(b"end", size - 3).unwrap();
+        let path = std::env::temp_dir().join(format!("dsec-copy-{}", std::process::id()));
+        let image = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .unwrap();
+        std::fs::remove_file(&path).unwrap();
+        copy_sparse(template.as_fd(), image.as_fd(), size).unwrap();
+        let mut copied = vec![0u8; size as usize];
+        image.read_exact_at(&mut copied, 0).unwrap();
+        let mut wanted = vec![0u8; size as usize];
+        wanted[4096..4096 + block.len()].copy_from_slice(&block);
+        wanted[size as usize - 3..].copy_from_slice(b"end");
+        assert!(copied == wanted);
+        assert!(image.metadata().unwrap().blocks() * 512 < size / 4);
+    }
 }
