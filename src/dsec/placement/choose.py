@@ -112,7 +112,6 @@ def _too_large(resource: str, asked: str, most: str) -> NoCapacity:
     error = NoCapacity(
         f"no node has room for {resource}={asked} in one sandbox: the largest has {most}; ask for less",
         resource=resource,
-        retry_after=_RETRY_S,
     )
     error.retryable = False  # no wait makes a node larger
     return error
