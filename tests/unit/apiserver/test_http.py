@@ -15,6 +15,7 @@ import pytest
 from tests.unit.apiserver.conftest import Plane
 
 from dsec.api.types import EndReason, ExecResponse
+from dsec.apiserver.service import processes
 
 CREATE = "/v1/sandboxes"
 
@@ -366,6 +367,16 @@ async def test_exec_with_a_request_id_goes_on_and_acts_once(plane: Plane) -> Non
     assert base64.b64decode(done["stdout"]) == b"x\n"
     info = await plane.json("GET", f"{CREATE}/{box}/processes/req:e1")
     assert info["id"] == done["process_id"]
+
+
+async def test_an_agent_that_does_not_keep_the_timeout_is_not_waited_for(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await plane.box()
+    monkeypatch.setattr(processes, "_GUEST_GRACE_S", -4.8)
+    body = {"command": "sleep 60", "timeout": 5}
+    error = await plane.json("POST", f"{CREATE}/{box}/exec", status=504, json=body)
+    assert error["code"] == "deadline_exceeded"
 
 
 async def test_exec_without_a_request_id_is_killed_with_its_client(plane: Plane) -> None:

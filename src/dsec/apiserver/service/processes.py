@@ -13,7 +13,16 @@ from typing import Any
 
 from dsec.api import token
 from dsec.api.dataplane import Data, GuestReset, GuestStream, Message
-from dsec.api.errors import CommandNotStarted, Conflict, DsecError, InternalError, InvalidRequest, NotFound, Unsupported
+from dsec.api.errors import (
+    CommandNotStarted,
+    Conflict,
+    DeadlineExceeded,
+    DsecError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+)
 from dsec.api.ids import new_process_id
 from dsec.api.types import ExecRequest, ExecResponse, ProcessInfo, ProcessList, SignalRequest, parse_size
 from dsec.apiserver.metrics import Metrics
@@ -25,6 +34,9 @@ from dsec.apiserver.service.tasks import Detached
 from dsec.iam import Action, Principal
 
 _Entries = list[dict[str, Any]]
+
+_GUEST_GRACE_S = 20.0
+"""How long after a command's timeout its agent may take to say that it has ended: a busy one takes some seconds, a stopped one for ever."""
 
 MAX_OUTPUT_LIMIT = 64 << 20
 """Bytes of one stream that a `run` may keep; more is for `start` and a stream."""
@@ -73,24 +85,33 @@ class Processes:
         began = time.perf_counter()
         params = self._params(sandbox_id, request, start=False)
         stdin = request.stdin
+        patience = asyncio.timeout(None if request.timeout is None else request.timeout + _GUEST_GRACE_S)
         try:
-            stream = await self._guests.open(principal, Action.EXEC, sandbox_id, token.EXEC, params, fin=stdin is None)
-            async with stream:
-                if stdin is None:
-                    response = await _collected(stream, params["id"])
-                elif len(stdin) <= _INLINE_STDIN:
-                    await _feed(stream, stdin)
-                    response = await _collected(stream, params["id"])
-                else:
-                    # Both ways at once: a command that answers while it reads would else fill both pipes and stop.
-                    async with asyncio.TaskGroup() as group:
-                        feeding = group.create_task(_feed(stream, stdin))
+            async with patience:
+                stream = await self._guests.open(
+                    principal, Action.EXEC, sandbox_id, token.EXEC, params, fin=stdin is None
+                )
+                async with stream:
+                    if stdin is None:
                         response = await _collected(stream, params["id"])
-                        feeding.cancel()
+                    elif len(stdin) <= _INLINE_STDIN:
+                        await _feed(stream, stdin)
+                        response = await _collected(stream, params["id"])
+                    else:
+                        # Both ways at once: a command that answers while it reads would else fill both pipes and stop.
+                        async with asyncio.TaskGroup() as group:
+                            feeding = group.create_task(_feed(stream, stdin))
+                            response = await _collected(stream, params["id"])
+                            feeding.cancel()
         except GuestReset as error:
             raise translated(error, sandbox_id=sandbox_id, method="exec") from error
         except BaseExceptionGroup as group_error:
             raise _only(group_error, sandbox_id) from group_error
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            text = f"the sandbox's agent did not report the command's end within {_GUEST_GRACE_S:.0f} s of its timeout; stop the sandbox"
+            raise DeadlineExceeded(text, sandbox_id=sandbox_id, sandbox_survived=True) from error
         counter = self._exec_by_reason.get(response.reason)
         if counter is not None:
             counter.inc()
