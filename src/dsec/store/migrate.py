@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +48,26 @@ def current(path: Path) -> str | None:
 
 
 def upgrade(path: Path, revision: str = HEAD) -> None:
-    """Bring the SQLite database at `path` to `revision`, making it where it is missing. Blocks.
+    """Bring the SQLite database at `path` to `revision`, making it where it is missing. Blocks, also while another process does the same.
 
     Raises StoreError for a database of a newer release, and where the file cannot be used.
     """
+    with _alone(path.parent):
+        _upgrade(path, revision)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: of two daemons started at the same moment, the second finds the tables that the first made."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _upgrade(path: Path, revision: str) -> None:
     try:
         present = current(path)
     except sqlite3.DatabaseError as error:
