@@ -380,7 +380,8 @@ class Edge:
                         await self._mount_layer(layer, path)
                     for project in self._projects:
                         await self._fill_pool(project)
-                    break
+                    if self._launcher.connection is not None:
+                        break  # else that one died too, and its loss was not told since this task runs
                 except (DsecError, OSError, TimeoutError):
                     log.exception("the launcher could not be restarted; trying again")
         finally:
