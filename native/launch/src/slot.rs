@@ -20,6 +20,8 @@ pub const SLOTS: u32 = 4095;
 pub const MAX_PREPARED: usize = 64;
 /// Prepared for a project that asked for nothing, once it has started something.
 const DEFAULT_TARGET: usize = 8;
+/// While sandboxes come and go at least this often, their slots do too.
+const BUSY: Duration = Duration::from_millis(50);
 /// A pool that nobody drew from for so long is emptied.
 const IDLE: Duration = Duration::from_secs(120);
 
@@ -451,6 +453,15 @@ impl Slots {
 }
 
 fn wanted(table: &Table) -> Option<Key> {
+    // Making slots in the middle of a burst takes the CPU from it, and those in use come back: with enough in being, what is
+    // made on top would be thrown away at their return.
+    let busy = table
+        .pools
+        .values()
+        .any(|pool| pool.used.is_some_and(|t| t.elapsed() < BUSY));
+    if busy && table.taken.iter().filter(|taken| **taken).count() >= MAX_PREPARED {
+        return None;
+    }
     let short = table
         .pools
         .iter()

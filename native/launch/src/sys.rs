@@ -355,8 +355,17 @@ pub fn chownat(dir: BorrowedFd, path: &str, id: u32) -> Result<()> {
 }
 
 pub fn write_at(dir: BorrowedFd, path: &str, data: &str) -> Result<()> {
+    /// The kernel gives up changing a memory limit when anything is pending for the thread; it is not for long.
+    const INTERRUPTIONS: usize = 100;
     let fd = openat(dir, path, libc::O_WRONLY)?;
-    match raw::write(fd.as_raw_fd(), data.as_bytes()) {
+    let mut done = raw::write(fd.as_raw_fd(), data.as_bytes());
+    for _ in 0..INTERRUPTIONS {
+        if done != Err(libc::EINTR) {
+            break;
+        }
+        done = raw::write(fd.as_raw_fd(), data.as_bytes());
+    }
+    match done {
         Ok(_) => Ok(()),
         Err(errno) => Err(Error::os(
             "write",
