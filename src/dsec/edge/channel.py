@@ -15,11 +15,12 @@ from typing import Any, Final, Self
 
 from dsec.api import wire
 from dsec.api.dataplane import Data, GuestReset, Message
-from dsec.api.errors import Conflict, DsecError, InternalError, InvalidRequest, NoCapacity
+from dsec.api.errors import Conflict, DeadlineExceeded, DsecError, InternalError, InvalidRequest, NoCapacity
 from dsec.edge.poller import READ, WRITE, Poller
 
 MAX_STREAMS: Final = 1024
 """Streams open at once on one channel; the guest has 512 processes."""
+_WATCH: Final = b"watch"
 _PACKETS_A_TURN: Final = 16
 """Packets read from one channel before another gets its turn (1 MiB at most)."""
 _GRANT_BYTES: Final = wire.WINDOW_BYTES // 4
@@ -266,6 +267,7 @@ class Channel:
         "_out_bytes",
         "_poller",
         "_pongs",
+        "_silent_since",
         "_streams",
         "congested",
     )  # fmt: skip
@@ -281,6 +283,7 @@ class Channel:
         self._lost = False
         self._hello: tuple[int, asyncio.Future[dict[str, Any]]] | None = None
         self._pongs: dict[bytes, asyncio.Future[None]] = {}
+        self._silent_since: float | None = None
         self.congested = False
         """Whether senders of DATA should wait."""
         os.set_blocking(descriptor, False)
@@ -350,6 +353,31 @@ class Channel:
                 await future
         finally:
             del self._pongs[token]
+
+    def watch(self, now: float, *, patience_s: float) -> bool:
+        """Ask a guest with open streams for a sign of life; True if it gave none for `patience_s` (its streams have failed then).
+
+        To be called every few seconds. A command may run for hours without a word, so that silence alone says nothing.
+        """
+        if not self._streams or self._lost or self._hello is not None:
+            self._silent_since = None
+            return False
+        if self._silent_since is None:
+            self._silent_since = now
+            self.write(wire.frame(0, wire.PING, _WATCH))
+            return False
+        if now - self._silent_since < patience_s:
+            return False
+        self._silent_since = None
+        for number, stream in list(self._streams.items()):
+            self.reset(number)
+            stream.fail(
+                DeadlineExceeded(
+                    f"the sandbox has not answered for {patience_s:.0f} s: stop it, or try again", sandbox_survived=True
+                )
+            )
+        self._streams.clear()
+        return True
 
     def close(self, error: Callable[[], DsecError]) -> None:
         """Close the socket and end all streams, each with a fresh `error()`. Idempotent."""
@@ -434,6 +462,7 @@ class Channel:
             if size == 0:
                 self._lose("the guest closed it")
                 return
+            self._silent_since = None
             try:
                 self._take_packet(view, size)
             except wire.WireError as error:

@@ -57,6 +57,8 @@ _GUEST_S: Final = 2.0
 """For the disk figures of `usage`."""
 _LAYER_S: Final = 30.0
 _HOUSEKEEPING_S: Final = 5.0
+_SILENCE_S: Final = 60.0
+"""A guest that shares a starved CPU quota with a fork bomb still answers within seconds."""
 _REASONS: Final = {reason.value: reason for reason in EndReason}
 _RELAUNCH_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 
@@ -392,5 +394,9 @@ class Edge:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self._lock.touch()
+            now = time.monotonic()
+            for box in list(self._sandboxes.boxes.values()):
+                if box.channel is not None and box.channel.watch(now, patience_s=_SILENCE_S):
+                    log.warning("a guest does not answer; its calls have failed", extra={"sandbox_id": box.id})
             if self._journal.wants_compaction:
                 self._journal.compact(self._sandboxes.kept())

@@ -11,7 +11,7 @@ from tests.unit.edge.peer import channel_and_peer, gone, until
 
 from dsec.api import wire
 from dsec.api.dataplane import Data, GuestReset, Message
-from dsec.api.errors import Conflict, InternalError, InvalidRequest, NoCapacity, SandboxGone
+from dsec.api.errors import Conflict, DeadlineExceeded, InternalError, InvalidRequest, NoCapacity, SandboxGone
 from dsec.edge.channel import MAX_STREAMS, Stream
 
 
@@ -36,6 +36,27 @@ async def test_a_reset_becomes_the_guests_error() -> None:
         error = await call
         assert isinstance(error, GuestReset)
         assert (error.guest_code, error.message, error.details) == ("not_found", "no /a", {"errno": 2, "path": "/a�"})
+
+
+async def test_a_guest_that_gives_no_sign_of_life_fails_its_calls() -> None:
+    async with channel_and_peer() as (channel, peer, lost), asyncio.TaskGroup() as tasks:
+        assert not channel.watch(0.0, patience_s=60.0)  # nobody waits for anything
+        call = tasks.create_task(_caught(channel.call({"m": "wait"})))
+        stream, _fields = await peer.opened()
+        assert not channel.watch(5.0, patience_s=60.0)
+        assert (await peer.frame())[1] == wire.PING
+        # Silence between a PING and its answer is measured, not that between a call and its end.
+        peer.say(wire.frame(0, wire.PONG, b"watch"))
+        await asyncio.sleep(0.05)
+        assert not channel.watch(100.0, patience_s=60.0)
+        assert not channel.watch(159.0, patience_s=60.0)
+        assert channel.watch(160.0, patience_s=60.0)
+        error = await call
+        assert isinstance(error, DeadlineExceeded)
+        assert error.sandbox_survived
+        assert channel.streams == 0
+        assert lost == []
+        assert [(await peer.frame())[:2] for _ in range(2)] == [(0, wire.PING), (stream, wire.RESET)]
 
 
 async def test_a_cancelled_call_resets_its_stream() -> None:
