@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from dsec.api.errors import Unsupported
+from dsec.api.errors import InternalError, Unsupported
 from dsec.api.ids import EDGE_CODE_CHARS, EdgeCode, random_base32
 from dsec.api.token import KEY_BYTES, TokenKey
 from dsec.apiserver.metrics import Metrics
@@ -20,7 +20,7 @@ from dsec.iam import open_iam
 from dsec.images import Catalog
 from dsec.paths import Paths
 from dsec.placement import Placer
-from dsec.store import open_store
+from dsec.store import StoreError, open_store
 
 _EDGE_CODE = "edge.code"
 
@@ -37,13 +37,17 @@ class Parts:
 async def composed(paths: Paths) -> AsyncIterator[Parts]:
     """Start the parts; sandboxes of an earlier daemon are taken over. Leaving it lets go of them; `edge.drain` ends them first.
 
-    Raises Unsupported (the programs are not built), Conflict (another daemon serves the home), StoreError, and what the edge raises.
+    Raises Unsupported (the programs are not built), Conflict (another daemon serves the home), InternalError (its database cannot be used), and what the edge raises.
     """
     _check_programs(paths)
     for folder in (paths.home, paths.state_dir, paths.run_dir):
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     paths.state_dir.chmod(0o700)
-    async with open_store(paths.database) as store:
+    async with AsyncExitStack() as stack:
+        try:
+            store = await stack.enter_async_context(open_store(paths.database))
+        except StoreError as error:
+            raise InternalError(f"{error}: restore {paths.database} from a backup, or move it away") from error
         authenticator = await open_iam(store, paths.api_key_file)
         code = EdgeCode((await store.claim_meta(_EDGE_CODE, random_base32(EDGE_CODE_CHARS).encode())).decode())
         # Tokens live a minute and never leave this process: a fresh key at each start is enough.

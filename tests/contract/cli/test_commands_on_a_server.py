@@ -168,3 +168,15 @@ def test_ctrl_c_in_the_foreground_ends_everything(tmp_path: Path, daemon: Daemon
     assert "Traceback" not in errors
     assert time.monotonic() - began < scaled(15)
     assert not Path(told["socket"]).parent.exists()
+
+
+def test_a_damaged_database_is_one_sentence(tmp_path: Path) -> None:
+    database = tmp_path / "home" / "state" / "dsec.db"
+    database.parent.mkdir(parents=True)
+    database.write_bytes(b"not a database\n" * 100)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DSEC_")}
+    env |= {"DSEC_HOME": str(tmp_path / "home"), "DSEC_IMAGES": str(STORE.images_dir), "DSEC_BIN": str(STORE.bin_dir)}
+    up = runner(env)("up", "--detach", "--port", "0")
+    assert (up.returncode, up.stderr.count("\n")) == (1, 1)
+    assert "restore" in up.stderr
+    assert "Traceback" not in up.stderr
