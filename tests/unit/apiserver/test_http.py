@@ -52,6 +52,15 @@ async def test_what_was_created_is_seen_at_once_though_the_edge_tells_late(plane
     assert types == ["sandbox.created", "sandbox.running", "sandbox.stopped"]
 
 
+async def test_an_unknown_field_is_named_beside_those_there_are(plane: Plane) -> None:
+    error = await plane.json("POST", CREATE, status=400, json={"mem": "1GiB"})
+    assert "`mem`" in error["message"]
+    assert ", memory, " in error["message"]
+    error = await plane.json("POST", f"{CREATE}:batch", status=400, json={"count": 1, "sandbox": {"mem": 1}})
+    assert "`mem`" in error["message"]
+    assert "on_shortage" not in error["message"]
+
+
 async def test_paging(plane: Plane) -> None:
     names = [item["sandbox"]["id"] for item in await _batch(plane, 25)]
     seen: list[str] = []

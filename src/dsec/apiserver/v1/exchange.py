@@ -90,7 +90,7 @@ class Exchange:
         try:
             value = decoder.decode(raw)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(f"the request does not fit {self.route.request.__name__}: {error}") from error  # type: ignore[union-attr]
+            raise InvalidRequest(f"the request does not fit {kind.__name__}: {error}{_known(kind, error)}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid {media.rpartition('/')[2] or 'json'}: {error}") from error
         assert isinstance(value, kind)
@@ -281,3 +281,11 @@ def _text(name: str, value: bytes) -> str:
 
 def _shown(value: bytes) -> str:
     return repr(value[:64].decode("utf-8", "replace"))
+
+
+def _known(kind: type, error: msgspec.ValidationError) -> str:
+    """The fields that there are, where an unknown one is the fault and it is one of `kind` itself."""
+    text = str(error)
+    if "unknown field" not in text or " - at `$" in text or not issubclass(kind, msgspec.Struct):
+        return ""
+    return "; it has " + ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
