@@ -118,6 +118,7 @@ async def plane(tmp_path: Path, migrated: Path) -> AsyncIterator[Plane]:
                     yield Plane(store, edge, service, http, other, key, path, port, bus)
                 for box in edge.alive():
                     await edge.stop(_stop(box.record.id))
+                await edge.aclose()
 
 
 def _stop(name: str) -> Any:

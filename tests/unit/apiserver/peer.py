@@ -218,6 +218,15 @@ class PeerEdge:
         shutil.rmtree(box.root, ignore_errors=True)
         await self._tell(box)
 
+    async def aclose(self) -> None:
+        """Wait for what was killed and close its pipes: an event loop that closes before leaves them to the collector."""
+        for box in self.boxes.values():
+            for process in box.processes.values():
+                if process.process is not None:
+                    await process.process.wait()
+                    process.process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.01)
+
     async def stop(self, request: StopSandboxes) -> list[StopResult]:
         results = []
         for name in request.ids:
