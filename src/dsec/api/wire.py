@@ -33,8 +33,6 @@ MAX_PAYLOAD_BYTES: Final = 65_536
 MAX_PACKET_BYTES: Final = 65_600
 WINDOW_BYTES: Final = 262_144
 """DATA payload bytes that each direction of a stream may send before the first CREDIT."""
-INLINE_OUTPUT_BYTES: Final = 49_152
-"""stdout + stderr up to this size come inside an exec's result map."""
 
 OUTPUT_HEADER: Final = struct.Struct("<BQ")
 """Header of DATA on output streams: channel (1 stdout, 2 stderr), offset."""
@@ -104,11 +102,3 @@ def frames(packet: memoryview) -> Iterator[tuple[int, int, memoryview]]:
             raise WireError(f"a frame of length {length} does not fit its packet")
         yield stream, kind, packet[position + HEADER_BYTES : following]
         position = following
-
-
-def output_chunk(payload: bytes) -> tuple[int, int, bytes]:
-    """DATA of an output stream as (channel, offset, bytes); raises WireError if it has no header."""
-    if len(payload) < OUTPUT_HEADER.size:
-        raise WireError("output data without its header")
-    channel, offset = OUTPUT_HEADER.unpack_from(payload)
-    return channel, offset, payload[OUTPUT_HEADER.size :]

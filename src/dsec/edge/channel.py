@@ -266,7 +266,6 @@ class Channel:
         "_out",
         "_out_bytes",
         "_poller",
-        "_pongs",
         "_silent_since",
         "_streams",
         "congested",
@@ -282,7 +281,6 @@ class Channel:
         self._out_bytes = 0
         self._lost = False
         self._hello: tuple[int, asyncio.Future[dict[str, Any]]] | None = None
-        self._pongs: dict[bytes, asyncio.Future[None]] = {}
         self._silent_since: float | None = None
         self.congested = False
         """Whether senders of DATA should wait."""
@@ -343,17 +341,6 @@ class Channel:
         async with asyncio.timeout(timeout_s):
             return await future
 
-    async def ping(self, *, timeout_s: float) -> None:
-        """Return when the guest has echoed; raises TimeoutError if it does not in time."""
-        token = os.urandom(8)
-        self._pongs[token] = future = asyncio.get_running_loop().create_future()
-        try:
-            self.write(wire.frame(0, wire.PING, token))
-            async with asyncio.timeout(timeout_s):
-                await future
-        finally:
-            del self._pongs[token]
-
     def watch(self, now: float, *, patience_s: float) -> bool:
         """Ask a guest with open streams for a sign of life; True if it gave none for `patience_s` (its streams have failed then).
 
@@ -396,9 +383,6 @@ class Channel:
             self._streams.clear()
         if self._hello is not None and not self._hello[1].done():
             self._hello[1].set_exception(error())
-        for pong in self._pongs.values():
-            if not pong.done():
-                pong.set_exception(error())
 
     def write(self, packet: bytes) -> None:
         """Send `packet` now, or queue it while the guest does not read."""
@@ -500,15 +484,8 @@ class Channel:
                     self._hello = None
                     if not future.done():
                         future.set_result(fields)
-        elif self._hello is not None:
-            return
-        elif kind == wire.PING:
-            if not self.congested:
-                self.write(wire.frame(0, wire.PONG, payload))
-        elif kind == wire.PONG:
-            pong = self._pongs.get(bytes(payload))
-            if pong is not None and not pong.done():
-                pong.set_result(None)
+        elif kind == wire.PING and self._hello is None and not self.congested:
+            self.write(wire.frame(0, wire.PONG, payload))
 
     def _flush(self) -> None:
         while self._out:

@@ -224,13 +224,8 @@ async def test_a_new_epoch_drops_what_was_said_before_its_answer() -> None:
         assert (await call).fields == {"new": 1}
 
 
-async def test_pings_are_echoed_both_ways() -> None:
-    async with channel_and_peer() as (channel, peer, _), asyncio.TaskGroup() as tasks:
-        ping = tasks.create_task(channel.ping(timeout_s=5))
-        _, kind, payload = await peer.frame()
-        assert kind == wire.PING
-        peer.say(wire.frame(0, wire.PONG, payload))
-        await ping
+async def test_the_guests_pings_are_echoed() -> None:
+    async with channel_and_peer() as (_channel, peer, _):
         peer.say(wire.frame(0, wire.PING, b"hello"))
         assert await peer.frame() == (0, wire.PONG, b"hello")
 

@@ -25,6 +25,7 @@ from dsec.api.errors import (
 )
 from dsec.api.ids import new_process_id
 from dsec.api.types import ExecRequest, ExecResponse, ProcessInfo, ProcessList, SignalRequest, parse_size
+from dsec.api.wire import OUTPUT_HEADER
 from dsec.apiserver.metrics import Metrics
 from dsec.apiserver.service import checks
 from dsec.apiserver.service.attach import Attached
@@ -46,7 +47,6 @@ REQUEST_PREFIX = "req:"
 _INLINE_STDIN = 128 << 10
 """Input that fits the stream's window: it is sent without a task of its own."""
 _TOMBSTONE_S = 120.0
-_OUTPUT_HEADER = 9
 _HEX_TO_BASE32 = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 
 
@@ -337,7 +337,7 @@ async def _collected(stream: GuestStream, process_id: str) -> ExecResponse:
             payload = item.payload
             if output is None:
                 output = (bytearray(), bytearray())
-            output[payload[0] != 1].extend(memoryview(payload)[_OUTPUT_HEADER:])
+            output[payload[0] != 1].extend(memoryview(payload)[OUTPUT_HEADER.size :])
         else:
             raise InternalError("the guest ended a command without its result")
 
